@@ -35,7 +35,7 @@ from graphaccel.runtime.broadcast import depends_on, refuse_other_weights, share
 from graphaccel.runtime.cuda_graphs import recorder_for
 from graphaccel.runtime.deferred import RECORD
 from graphaccel.runtime.dropped import Dropped, drop_left
-from graphaccel.runtime.executor import StepResult
+from graphaccel.runtime.execution.state import StepResult
 from graphaccel.runtime.inductor import StageCompiler, check_compiler
 from graphaccel.runtime.init_tape import Record
 from graphaccel.runtime.loss_scale import LossScale

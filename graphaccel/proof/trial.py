@@ -18,9 +18,9 @@ from torch import Tensor
 from graphaccel.proof.comparison import tangent
 from graphaccel.proof.constant_draws import ConstantDraws
 from graphaccel.proof.untouched import RandomState
-from graphaccel.runtime.executor import StepResult
+from graphaccel.runtime.execution.external_loss import ExternalLossExecutor
+from graphaccel.runtime.execution.state import StepResult
 from graphaccel.runtime.loss_scale import LossScale
-from graphaccel.runtime.outside import OutsideExecutor
 from graphaccel.runtime.session import CompiledStep, Session
 
 
@@ -47,7 +47,7 @@ def run_trial(
 
 def _step(session: Session, compiled: CompiledStep, leaves: Sequence[Any]) -> StepResult:
     executor = session.apart(compiled)
-    if not isinstance(executor, OutsideExecutor):
+    if not isinstance(executor, ExternalLossExecutor):
         return executor.run(leaves, _same_scale(session.scale))
     call = executor.forward(leaves)
     outputs = {i: x.detach() for i, x in call.outputs.items()}

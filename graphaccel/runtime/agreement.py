@@ -21,7 +21,7 @@ import torch.distributed as dist
 from graphaccel.capture.batch import Batch
 from graphaccel.errors import BatchesDiffer, RankLost
 from graphaccel.runtime import digest
-from graphaccel.runtime.executor import first_line, is_connection
+from graphaccel.runtime.execution.lost_rank import first_line, is_connection
 
 Optimizer = torch.optim.Optimizer
 

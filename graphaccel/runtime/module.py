@@ -16,7 +16,7 @@ from torch import nn
 
 from graphaccel.errors import GraphMisuse, RetainGraph
 from graphaccel.kernels.host_copy import TO_HOST, wait
-from graphaccel.runtime.executor import StepResult
+from graphaccel.runtime.execution.state import StepResult
 from graphaccel.runtime.parameters.all_gradients import spoil
 from graphaccel.runtime.parameters.remote import RemoteTensor
 from graphaccel.runtime.parameters.sharded import ShardTensor

@@ -14,15 +14,16 @@ from graphaccel.compat.torch.modules import clear_flat_weight_refs
 from graphaccel.errors import GraphMisuse
 from graphaccel.ir.program import Sharded, StageProgram, StepProgram
 from graphaccel.kernels.host_copy import on_host, wait
-from graphaccel.runtime.buckets import Buckets
 from graphaccel.runtime.cuda_graphs import Recorder
-from graphaccel.runtime.executor import Executor, Held, StepResult
+from graphaccel.runtime.execution.buckets import Buckets
+from graphaccel.runtime.execution.executor import Executor
+from graphaccel.runtime.execution.external_loss import ExternalLossExecutor, HandIn
+from graphaccel.runtime.execution.state import Held, StepResult
 from graphaccel.runtime.host_pages import keep_pages
 from graphaccel.runtime.inductor import StageCompiler
 from graphaccel.runtime.init_tape import Record
 from graphaccel.runtime.loss_scale import LossScale
 from graphaccel.runtime.mesh import Mesh
-from graphaccel.runtime.outside import HandIn, OutsideExecutor
 from graphaccel.runtime.parameters.layout import Layout
 from graphaccel.runtime.parameters.remote import RemoteTensor
 from graphaccel.runtime.parameters.sharded import ShardTensor, local_of
@@ -61,15 +62,15 @@ class Session:
         model: nn.Module,
         mesh: Mesh,
         scale: LossScale | None,
-        products: str = "",
+        matmul_precision: str = "",
         recorder: Recorder | None = None,
         *,
         away: bool = False,
     ) -> None:
-        """products: `planner.plan.plan.Precision.products`. recorder: of the training steps. away:
-        parameters are offloaded to the host, and their gradients are handed out there."""
+        """matmul_precision: `planner.plan.plan.Precision.products`. recorder: of training steps.
+        away: parameters are offloaded to the host, and their gradients are handed out there."""
         self.model, self.mesh, self.scale, self.away = model, mesh, scale, away
-        self._products, self._recorder = products, recorder
+        self._matmul_precision, self._recorder = matmul_precision, recorder
         self.homes: dict[str, tuple[int, ...]] = {}
         self.groups: tuple[tuple[str, ...], ...] = ()
         self.splits: Mapping[str, tuple[Sharded, ...]] = {}
@@ -80,7 +81,7 @@ class Session:
         self._executors: dict[int, Executor] = {}
         self._initial: Record | None = None
         self._buckets = Buckets(1 if recorder is None else 2)
-        self._outside: dict[int, OutsideExecutor] = {}
+        self._outside: dict[int, ExternalLossExecutor] = {}
         self._places: dict[str, int | None] = {}
 
     def settle(
@@ -294,7 +295,7 @@ class Session:
 
     def step(self, compiled: CompiledStep, leaves: Sequence[Any]) -> StepResult:
         """Run one training or evaluation step on the leaves of the global batch."""
-        return self._ran(self._executor(compiled, whole=False).run(leaves, self.scale))
+        return self._ran(self._executor(compiled, unsplit=False).run(leaves, self.scale))
 
     def call(
         self,
@@ -334,12 +335,12 @@ class Session:
 
     def _outside_executor(
         self, compiled: CompiledStep, buckets: Buckets, agree: Callable[[], object]
-    ) -> OutsideExecutor:
+    ) -> ExternalLossExecutor:
         assert compiled.backward is not None
         held = self.held(compiled.constants)
-        return OutsideExecutor(
+        return ExternalLossExecutor(
             compiled.program, self.mesh, held, compiled.backward, buckets,
-            agree, compiled.compiler, self._products,
+            agree, compiled.compiler, self._matmul_precision,
         )  # fmt: skip
 
     def apart(self, compiled: CompiledStep) -> Executor:
@@ -353,12 +354,12 @@ class Session:
             self.held(compiled.constants),
             compiled.microbatches,
             compiler=compiled.compiler,
-            products=self._products,
+            matmul_precision=self._matmul_precision,
         )
 
     def evaluate(self, compiled: CompiledStep, leaves: Sequence[Any]) -> StepResult:
         """A forward of the whole batch, the same on every data rank."""
-        return self._ran(self._executor(compiled, whole=True).run(leaves))
+        return self._ran(self._executor(compiled, unsplit=True).run(leaves))
 
     def _ran(self, result: StepResult) -> StepResult:
         """Wait, where parameters are on the host, for the device's copies of them: the script may
@@ -367,7 +368,7 @@ class Session:
             wait(self.mesh.device)
         return result
 
-    def _executor(self, compiled: CompiledStep, *, whole: bool) -> Executor:
+    def _executor(self, compiled: CompiledStep, *, unsplit: bool) -> Executor:
         executor = self._executors.get(id(compiled))
         if executor is None:
             executor = self._executors[id(compiled)] = Executor(
@@ -375,12 +376,12 @@ class Session:
                 compiled.schedule,
                 self.mesh,
                 self.held(compiled.constants),
-                1 if whole else compiled.microbatches,
+                1 if unsplit else compiled.microbatches,
                 buckets=self._buckets,
-                whole=whole,
+                unsplit=unsplit,
                 compiler=compiled.compiler,
-                products=self._products,
-                recorder=None if whole else self._recorder,
+                matmul_precision=self._matmul_precision,
+                recorder=None if unsplit else self._recorder,
             )
         return executor
 

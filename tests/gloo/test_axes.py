@@ -25,7 +25,8 @@ from graphaccel.optimized_model import choose_together
 from graphaccel.planner.plan.axis_order import coordinates
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.runtime.broadcast import share_capture
-from graphaccel.runtime.executor import Executor, Held
+from graphaccel.runtime.execution.executor import Executor
+from graphaccel.runtime.execution.state import Held
 from graphaccel.runtime.mesh import build_mesh
 from graphaccel.sharding.rules.shard import Shard
 from tests.support.captures import read_captures, write_captures

@@ -18,7 +18,7 @@ from torch import distributed as dist
 
 import graphaccel
 from graphaccel import errors
-from graphaccel.runtime.executor import Executor
+from graphaccel.runtime.execution.executor import Executor
 from graphaccel.schedule.table import Action
 from tests.support.pool import Failure, Pool, WorkerError
 from tests.support.small import Classifier, small_batch, used_optimizer
@@ -40,7 +40,7 @@ def _hang() -> None:
 
 def _train_until(fail: Callable[[], None], pins: dict[str, Any], at: int, timeout: float) -> None:
     """Rank 1 fails before its computation number `at` (forwards and backwards of all steps)."""
-    compute, count = Executor._compute, 0
+    compute, count = Executor.run_action, 0
 
     def counted(self: Executor, action: Action, state: Any) -> None:
         nonlocal count
@@ -52,14 +52,14 @@ def _train_until(fail: Callable[[], None], pins: dict[str, Any], at: int, timeou
     model, batch = Classifier(), small_batch()
     optimizer = torch.optim.AdamW(model.parameters())
     graphaccel.optimize(model, optimizer, devices=2, timeout=timeout, **pins)
-    Executor._compute = counted  # type: ignore[method-assign]
+    Executor.run_action = counted  # type: ignore[method-assign]
     try:
         for _ in range(6):
             model(*batch).backward()
             optimizer.step()
             optimizer.zero_grad()
     finally:
-        Executor._compute = compute  # type: ignore[method-assign]
+        Executor.run_action = compute  # type: ignore[method-assign]
 
 
 def _failures(

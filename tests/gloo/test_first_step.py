@@ -17,8 +17,9 @@ import graphaccel
 from graphaccel.errors import GraphAccelError
 from graphaccel.passes import accumulate_gradients
 from graphaccel.proof import gate, planned
-from graphaccel.runtime.executor import Executor, StepResult
-from graphaccel.runtime.outside import OutsideExecutor
+from graphaccel.runtime.execution.executor import Executor
+from graphaccel.runtime.execution.external_loss import ExternalLossExecutor
+from graphaccel.runtime.execution.state import StepResult
 from graphaccel.runtime.session import Session
 from tests.proof.models import Net, Reverse, batch, seeded
 from tests.support.captures import captures_of
@@ -111,7 +112,7 @@ class Outside(Net):
 @contextmanager
 def scaled_outside() -> Iterator[None]:
     """A backward behind a loss outside in which one gradient of rank 1 is 1.01 times what it is."""
-    backward = OutsideExecutor.backward
+    backward = ExternalLossExecutor.backward
 
     def scaled(*args: Any, **settings: Any) -> Any:
         gradients, inputs = backward(*args, **settings)
@@ -119,7 +120,7 @@ def scaled_outside() -> Iterator[None]:
             next(iter(gradients.values())).mul_(1.01)
         return gradients, inputs
 
-    with patch.object(OutsideExecutor, "backward", scaled):
+    with patch.object(ExternalLossExecutor, "backward", scaled):
         yield
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import graphaccel
 from graphaccel.planner.plan.plan import Phases, Plan
-from graphaccel.runtime.executor import Executor
+from graphaccel.runtime.execution.executor import Executor
 from graphaccel.runtime.meter import PeakMeter
 from graphaccel.runtime.session import Session
 from tests.support.gpt import GPT
@@ -65,7 +65,7 @@ def _model() -> nn.Module:
 @contextmanager
 def _watched(seen: _Seen) -> Iterator[None]:
     """`settle` and each action of the schedule are phases of their own."""
-    settle, compute = Session.settle, Executor._compute
+    settle, compute = Session.settle, Executor.run_action
 
     def settled(self: Session, *args: Any, **kwargs: Any) -> None:
         model = self.model
@@ -94,7 +94,7 @@ def _watched(seen: _Seen) -> Iterator[None]:
     with (
         patch.object(Session, "settle", settled),
         patch.object(Session, "_value", valued),
-        patch.object(Executor, "_compute", computed),
+        patch.object(Executor, "run_action", computed),
     ):
         yield
 

@@ -16,7 +16,7 @@ from graphaccel.capture.stepgraph import capture
 from graphaccel.ir.program import StageProgram, Value
 from graphaccel.passes.pipeline import build
 from graphaccel.planner.plan.plan import Plan
-from graphaccel.runtime.parts import Parts, part_of
+from graphaccel.runtime.execution.parts import Parts, part_of
 from tests.support.mixing import LOSSES, Loss, Model, batch
 
 

@@ -348,7 +348,7 @@ class _Run:
         self.deliver(action, outputs, results)
 
     def _gather(self, value: Value, held: list[Storage]) -> None:
-        """Hold what a forward passes to the head (`runtime.parts`)."""
+        """Hold what a forward passes to the head (`runtime.execution.parts`)."""
         known = self.gathered.setdefault(value.name, [])
         if known and value.kind != "joined":
             return

@@ -21,11 +21,13 @@ from graphaccel.errors import GraphMisuse, RetainGraph
 from graphaccel.ir.program import StageProgram, StepProgram
 from graphaccel.kernels.host_copy import TO_HOST, wait
 from graphaccel.runtime.bind import bind
-from graphaccel.runtime.buckets import Buckets
-from graphaccel.runtime.executor import Executor, Held, StepState, is_connection
+from graphaccel.runtime.execution.buckets import Buckets
+from graphaccel.runtime.execution.executor import Executor
+from graphaccel.runtime.execution.lost_rank import is_connection
+from graphaccel.runtime.execution.parts import over_data
+from graphaccel.runtime.execution.state import Held, StepState
 from graphaccel.runtime.inductor import StageCompiler
 from graphaccel.runtime.mesh import Mesh
-from graphaccel.runtime.parts import over_data
 from graphaccel.schedule.table import Action
 
 _FORWARD, _BACKWARD, _REDUCE = (Action(k, 0, 0) for k in ("forward", "backward", "reduce"))
@@ -45,7 +47,7 @@ class Call:
     versions: Mapping[str, tuple[torch.Tensor, int]] = field(default_factory=dict, repr=False)
 
 
-class OutsideExecutor(Executor):
+class ExternalLossExecutor(Executor):
     """One rank's part of a step whose loss the script computes: one stage, one microbatch.
 
     backward: returns the stage with the backward of a loss that reads only some output leaves.
@@ -61,10 +63,17 @@ class OutsideExecutor(Executor):
         buckets: Buckets,
         agree: Callable[[], object],
         compiler: StageCompiler | None = None,
-        products: str = "",
+        matmul_precision: str = "",
     ) -> None:
         super().__init__(
-            program, ((),), mesh, held, 1, buckets=buckets, compiler=compiler, products=products
+            program,
+            ((),),
+            mesh,
+            held,
+            1,
+            buckets=buckets,
+            compiler=compiler,
+            matmul_precision=matmul_precision,
         )
         self._backward_of, self._agree = backward, agree
         self._variants: dict[frozenset[int], StageProgram] = {}
@@ -77,7 +86,7 @@ class OutsideExecutor(Executor):
         """
         state = self._begin(leaves)
         with self._running(state, _FORWARD):
-            self._compute(_FORWARD, state)
+            self.run_action(_FORWARD, state)
             outputs = self._gathered(state)
         self._write_buffers(state)
         if not self._program.tangents:
@@ -113,7 +122,7 @@ class OutsideExecutor(Executor):
         whole, self._stages = self._stages, {0: stage}
         try:
             with self._running(state, _BACKWARD):
-                self._compute(_BACKWARD, state)
+                self.run_action(_BACKWARD, state)
                 self._reduce(_REDUCE, state)
                 inputs = self._input_gradients(state)
         finally:
@@ -124,7 +133,7 @@ class OutsideExecutor(Executor):
         assert self._compiler is not None
         return self._compiler.stage(stage, ("forward",))
 
-    def _make_room(self, state: StepState) -> None:
+    def _allocate_buckets(self, state: StepState) -> None:
         """No gradient buckets are allocated before a backward runs."""
 
     def _variant(self, used: frozenset[int]) -> StageProgram:
@@ -146,7 +155,7 @@ class OutsideExecutor(Executor):
             yield
         except RuntimeError as error:
             if self._mesh.world > 1 and is_connection(error):
-                raise self._lost(None, action, error) from error
+                raise self._rank_lost(None, action, error) from error
             raise
         finally:
             if generator is not None:
@@ -235,7 +244,7 @@ class HandIn(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        executor: OutsideExecutor,
+        executor: ExternalLossExecutor,
         call: Call,
         tracked: frozenset[int],
         away: bool,

@@ -1,0 +1,1 @@
+"""Runs one step on this rank: actions, messages, gradient buckets and results over ranks."""
