@@ -14,6 +14,7 @@ from torch import nn
 from graphaccel.arguments import FIRST_STEP, check_hooks
 from graphaccel.capture.batch import Batch, flatten_call
 from graphaccel.capture.export import split_targets
+from graphaccel.capture.outputs import output_names
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.compat.torch import pytree
 from graphaccel.compiler.capture_context import without_autocast
@@ -554,7 +555,7 @@ def _dtypes(batch: Batch) -> dict[str, torch.dtype]:
 def _rebuilder(step: StepGraph) -> Callable[[torch.Tensor | None, Mapping[int, torch.Tensor]], Any]:
     returned = step.forward.returned
     spec = returned.spec
-    names = _output_names(pytree.tree_unflatten(list(range(returned.num_leaves)), spec))
+    names = output_names(pytree.tree_unflatten(list(range(returned.num_leaves)), spec))
 
     def rebuild(loss: torch.Tensor | None, outputs: Mapping[int, torch.Tensor]) -> Any:
         leaves: list[Any] = []
@@ -570,15 +571,6 @@ def _rebuilder(step: StepGraph) -> Callable[[torch.Tensor | None, Mapping[int, t
         return pytree.tree_unflatten(leaves, spec)
 
     return rebuild
-
-
-def _output_names(output: Any) -> dict[int, str]:
-    """Leaf number → the name by which the script calls it; `output` has numbers as leaves."""
-    if isinstance(output, Mapping):
-        return {i: f"{key}" for key, i in output.items() if isinstance(i, int)}
-    if isinstance(output, (tuple, list)):
-        return {i: f"output[{place}]" for place, i in enumerate(output) if isinstance(i, int)}
-    return {}
 
 
 def _without_remote_gradients(optimizer: Optimizer, *_: Any) -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import sysconfig
 import traceback
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ from torch import fx, nn
 from graphaccel.capture.assigned import AssignedWithGradient
 from graphaccel.capture.batch import Batch
 from graphaccel.capture.no_grad import WrittenWithoutGrad
+from graphaccel.capture.outputs import UnseenOutput
 from graphaccel.capture.python_function import RuleRefused
-from graphaccel.capture.watch import INSIDE, OwnGenerator
+from graphaccel.capture.watch import INSIDE, TRANSFORMS, GradientInside, OwnGenerator
 from graphaccel.capture.weights import Unregistered, Weights
 from graphaccel.compat.torch.export import DataDependentError, is_known
 from graphaccel.errors import (
@@ -31,6 +33,14 @@ from graphaccel.errors.messages import Location
 from graphaccel.ir.calls import arguments
 
 _DISTRIBUTIONS = f"{torch.__path__[0]}{os.sep}distributions{os.sep}"
+_FORWARD_MODE = (
+    "first derivatives in a direction can be captured:  "
+    "value, slope = torch.func.jvp(function, (x,), (direction,))"
+)
+_LOST = {
+    False: "a gradient that is taken in the forward reads values that torch.export loses",
+    True: "torch.export can not trace this transform of torch.func",
+}
 _STDLIB = f"{sysconfig.get_paths()['stdlib']}{os.sep}"
 
 
@@ -41,13 +51,6 @@ def explained(error: Exception, model: nn.Module, weights: Weights) -> Exception
     frame = _user_frame(error)
     location = None if frame is None else _location(frame)
     where = _module_of(error, model)
-    if isinstance(error, AssignedWithGradient):
-        attribute = error.name.rpartition(".")[2]
-        return CaptureRefused(
-            module=where,
-            reason=f"it replaces its buffer `{error.name}` by a value that requires a gradient",
-            help_line=f"self.{attribute} = value.detach()",
-        )
     if isinstance(error, OwnGenerator):
         return DrawnOutside(
             module=where,
@@ -77,8 +80,42 @@ def explained(error: Exception, model: nn.Module, weights: Weights) -> Exception
             line=error.line,
             location=location,
         )
+    return _without_graph(error, where, location)
+
+
+def _without_graph(error: Exception, where: str, location: Location | None) -> CaptureRefused:
+    """The CaptureRefused for what has no graph."""
     reason = next((line.strip() for line in str(error).splitlines() if line.strip()), repr(error))
-    return CaptureRefused(module=where, location=location, reason=re.sub(r"\s+", " ", reason)[:300])
+    reason, line = re.sub(r"\s+", " ", reason)[:300], ""
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = next((i for i, f in enumerate(frames) if f.filename.endswith(TRANSFORMS)), 0)
+    if isinstance(error, AssignedWithGradient):
+        location = None
+        reason = f"it replaces its buffer `{error.name}` by a value that requires a gradient"
+        line = f"self.{error.name.rpartition('.')[2]} = value.detach()"
+    elif isinstance(error, UnseenOutput):
+        reason = (
+            f"it returns an object of class {error.kind}, in which {error.what} is not found "
+            "among the attributes"
+        )
+        line = (
+            "return a tensor, a tuple, a dict or a dataclass:  "
+            "return {'loss': loss, 'logits': logits}"
+        )
+    elif isinstance(error, GradientInside):
+        own = _own(error.stack)
+        location = _location(own[-1]) if own else None
+        reason, line = _LOST[error.transformed], _FORWARD_MODE
+    elif inside and isinstance(error, AttributeError) and "'Tensor'" in reason:
+        own = _own(frames[:inside])
+        location = _location(own[-1]) if own else None
+        reason, line = _LOST[True], _FORWARD_MODE
+    elif "register_dataclass" in reason:
+        kind = re.search(r"<class '(?:.*\.)?(\w+)'>", reason)
+        name = kind[1] if kind else "Batch"
+        reason = f"an input is an object of class {name}, which pytree does not know"
+        line = f"torch.export.register_dataclass({name})  # before optimize(), of a dataclass"
+    return CaptureRefused(module=where, location=location, reason=reason, help_line=line)
 
 
 def _location(frame: traceback.FrameSummary) -> Location:
@@ -98,10 +135,14 @@ def _location(frame: traceback.FrameSummary) -> Location:
 def _user_frame(error: BaseException) -> traceback.FrameSummary | None:
     """The innermost frame outside torch and graphaccel; the user's own before a library's."""
     frames = traceback.extract_tb(error.__traceback__)
+    own = _own(frames)
+    return own[-1] if own else None
+
+
+def _own(frames: Sequence[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
     own = [f for f in frames if not f.filename.startswith(("<", *INSIDE))]
     own = [f for f in own if not f.filename.startswith(_STDLIB) or "/site-packages/" in f.filename]
-    own = [f for f in own if "/site-packages/" not in f.filename] or own
-    return own[-1] if own else None
+    return [f for f in own if "/site-packages/" not in f.filename] or own
 
 
 def _module_of(error: BaseException, model: nn.Module) -> str:

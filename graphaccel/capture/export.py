@@ -32,11 +32,11 @@ from graphaccel.capture.explain import (
 )
 from graphaccel.capture.no_grad import detach_regions
 from graphaccel.capture.one_name import one_name_each
+from graphaccel.capture.outputs import UnseenOutput, flatten_output, is_plain
 from graphaccel.capture.python_function import put_back
 from graphaccel.capture.trace import Answers
 from graphaccel.capture.watch import Watch
 from graphaccel.capture.weights import Weights
-from graphaccel.compat.torch import pytree
 from graphaccel.compat.torch.export import (
     causal_masks_as_given,
     inference_as_no_grad,
@@ -154,18 +154,17 @@ class _WithLoss(nn.Module):
             else:
                 args, kwargs, targets = split_targets(self._loss_fn, args, kwargs)
                 output = self._loss_fn(self.model(*args, **kwargs), *targets)
-        leaves, spec = _flatten_output(output)
+        leaves, spec = flatten_output(output)
         loss = None if self._loss_fn == OUTSIDE else find_loss(output)
-        position = None if loss is None else next(i for i, x in enumerate(leaves) if x is loss)
+        found = (i for i, x in enumerate(leaves) if x is loss)
+        position = None if loss is None else next(found, None)
+        unseen = loss is not None and position is None
+        if unseen or not any(x is None or isinstance(x, torch.Tensor) for x in leaves):
+            raise UnseenOutput(type(output).__name__, "the loss" if unseen else "a tensor")
         tensors = tuple(
             i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and i != position
         )
-        plain = {
-            i: x
-            for i, x in enumerate(leaves)
-            if not isinstance(x, torch.Tensor)
-            and isinstance(x, (int, float, str, bool, type(None)))
-        }
+        plain = {i: x for i, x in enumerate(leaves) if is_plain(x)}
         tracked = frozenset(i for i in tensors if leaves[i].requires_grad)
         orders = {i: _dim_order(leaves[i]) for i in tensors}
         self._note(Returned(spec, position, tensors, plain, len(leaves), tracked, orders))
@@ -259,13 +258,14 @@ def export_forward(
         warnings.simplefilter("ignore")
         try:
             program = torch.export.export(wrapper, args, kwargs, strict=False)
+            watch.refuse_lost(program)
             weights.join(program)
             refuse_lookups(program.graph_module, model)
             detach_regions(program.graph_module, _trained(program, model))
             program = decomposed(program, answers)
             put_back(program.graph_module, watch.calls)
         except Exception as error:  # every failure of export is translated, with its cause
-            raise explained(error, model, weights) from error
+            raise explained(watch.cause(error), model, weights) from error
     refuse_unplannable(program.graph_module.graph, model)
     refuse_writes(program, batch, model)
     forward = _unpack(program, batch, notes[-1])
@@ -337,10 +337,6 @@ def _own(name: str) -> str:
 def _dim_order(tensor: torch.Tensor) -> tuple[int, ...]:
     strides = tensor.stride()
     return tuple(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
-
-
-def _flatten_output(output: Any) -> tuple[list[Any], Any]:
-    return pytree.tree_flatten(output)
 
 
 @contextmanager

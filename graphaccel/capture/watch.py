@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -31,7 +32,9 @@ from graphaccel.compat.torch.autograd import (
     checkpoints_called,
     forward_class,
     gradient_nodes_refused,
+    untransformed,
 )
+from graphaccel.compat.torch.fakes import FakeTensor
 from graphaccel.kernels.ctc_loss import ctc_loss
 
 INSIDE = (f"{torch.__path__[0]}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
@@ -41,6 +44,24 @@ INSIDE = (f"{torch.__path__[0]}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}"
 class OwnGenerator(Exception):
     """The forward draws from a generator that it holds itself."""
 
+
+TRANSFORMS = tuple(f"{os.sep}_functorch{os.sep}{name}.py" for name in ("apis", "eager_transforms"))
+"""How the names of torch's files end that hold the transforms of torch.func."""
+
+
+class GradientInside(Exception):
+    """A gradient that the forward takes is not part of the graph. stack: where it is taken.
+    transformed: by a transform of torch.func."""
+
+    def __init__(self, stack: Sequence[traceback.FrameSummary]) -> None:
+        super().__init__("a gradient in the forward")
+        before = [i for i, frame in enumerate(stack) if frame.filename.endswith(TRANSFORMS)]
+        self.transformed = bool(before)
+        self.stack = stack[: before[0]] if before else stack
+
+
+_LOST = ("fake tensor in", "functorch tensor", "TensorWrapper")
+"""In texts of torch.export about a value of a gradient or a transform that is not in the graph."""
 
 _HANDS_OUT = "return the tensor from the model's forward, with loss_fn='outside'"
 
@@ -53,6 +74,7 @@ class Watch:
 
     def __init__(self, model: nn.Module, weights: Weights) -> None:
         self.calls = Calls()
+        self._gradients: list[Sequence[traceback.FrameSummary]] = []
         self._model, self._weights = model, weights
 
     @contextmanager
@@ -60,13 +82,27 @@ class Watch:
         """A context for the forward. Raises Unregistered and RuleRefused."""
         self.calls.calls.clear()
         self.calls.marks.clear()
+        self._gradients.clear()
         own = {id(t) for t in (*self._model.parameters(), *self._model.buffers())}
         with ExitStack() as stack:
             for context in (recording(), checkpoints_called(), _saved_as_they_are()):
                 stack.enter_context(context)
             stack.enter_context(gradient_nodes_refused(_node_read))
-            stack.enter_context(_Functions(self._weights, own, self.calls))
+            stack.enter_context(_Functions(self._weights, own, self.calls, self._gradients))
             yield
+
+    def refuse_lost(self, program: Any) -> None:
+        """Raises GradientInside where a gradient that the forward takes is a constant in the
+        exported program: export loses gradients that read the result of an op."""
+        if self._gradients and any(isinstance(c, FakeTensor) for c in program.constants.values()):
+            raise GradientInside(self._gradients[0])
+
+    def cause(self, error: Exception) -> Exception:
+        """The reason for a failure of export, where the forward takes a gradient: GradientInside;
+        any other failure as it is."""
+        if self._gradients and any(lost in str(error) for lost in _LOST):
+            return GradientInside(self._gradients[0])
+        return error
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -105,12 +141,14 @@ class Watch:
 class _Functions(TorchFunctionMode):
     """Intercepts every torch function that the forward calls, with its tensors.
 
-    own: ids of the parameters and buffers that stand in for the model's during export.
+    own: ids of the parameters and buffers that stand in for the model's during export. gradients:
+    gets the stacks of gradients that are taken: by `torch.autograd.grad`, by torch.func.
     """
 
-    def __init__(self, weights: Weights, own: set[int], calls: Calls) -> None:
+    def __init__(self, weights: Weights, own: set[int], calls: Calls, gradients: list[Any]) -> None:
         super().__init__()
         self._weights, self._own, self._calls = weights, own, calls
+        self._gradients = gradients
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -118,13 +156,27 @@ class _Functions(TorchFunctionMode):
         kwargs = kwargs or {}
         for tensor in _tensors((args, kwargs.values())):
             if id(tensor) not in self._own:
-                self._weights.check(tensor)
+                plain = untransformed(tensor)
+                self._weights.check(plain)
+                if plain is not tensor and not self._gradients:
+                    self._gradients.append(traceback.extract_stack())
         if "generator" in kwargs:
             kwargs = _default_generator(kwargs)
         name = _NAMES.get(func)
         if name is None:
             return func(*args, **kwargs)
         return getattr(self, f"_{name}")(func, *args, **kwargs)
+
+    def _gradient(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        self._gradients.append(traceback.extract_stack())
+        return func(*args, **kwargs)
+
+    def _backward(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        raise RuleRefused(
+            "`backward()` in the forward",
+            "a step has one backward, after its forward, and `.grad` is written there",
+            "return the loss, and call loss.backward() in the script",
+        )
 
     def _read_data(self, func: Any, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
@@ -190,6 +242,8 @@ _NAMES = {
     torch.Tensor.retain_grad: "retain_grad",
     torch.Tensor.register_post_accumulate_grad_hook: "post_hook",
     torch.Tensor.register_hook: "hook",
+    torch.Tensor.backward: "backward",
+    torch.autograd.grad: "gradient",
     F.gaussian_nll_loss: "gaussian_nll_loss",
     F.ctc_loss: "ctc_loss",
 }

@@ -29,8 +29,8 @@ import graphaccel
 from graphaccel.api import cluster_here
 from graphaccel.capture.batch import Batch, resized
 from graphaccel.capture.export import OUTSIDE, find_loss
+from graphaccel.capture.outputs import flatten_output
 from graphaccel.cli.jobs import Job, find_job
-from graphaccel.compat.torch import pytree
 from graphaccel.errors import GraphMisuse
 from graphaccel.planner.plan.axis_order import coordinates
 from graphaccel.planner.plan.plan import Plan
@@ -209,7 +209,7 @@ def _loss_in(output: Any, outside: bool) -> torch.Tensor:
     loss = None if outside else find_loss(output)
     if loss is not None:
         return loss
-    tracked = (x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor))
+    tracked = (x for x in flatten_output(output)[0] if isinstance(x, torch.Tensor))
     sums = [x.sum() for x in tracked if x.requires_grad]
     if not sums:
         raise GraphMisuse(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from graphaccel.capture.batch import Batch
 from graphaccel.capture.export import OUTSIDE, LossFn, find_loss, split_targets
-from graphaccel.compat.torch import pytree
+from graphaccel.capture.outputs import flatten_output
 from graphaccel.compat.torch.autograd import without_tensor_hooks
 from graphaccel.compat.torch.export import parametrizations_computed
 from graphaccel.proof.modes import WriteGuard
@@ -66,7 +66,7 @@ def _run(
             output = loss_fn(subject.forward(*args, **kwargs), *targets)
         else:
             output = subject.forward(*args, **kwargs)
-        leaves = pytree.tree_leaves(output)
+        leaves, _ = flatten_output(output)
         loss = None if loss_fn == OUTSIDE else find_loss(output)
         tensors = {
             i: x

@@ -92,3 +92,11 @@ def gradient_nodes_refused(refuse: Callable[[], None]) -> Iterator[None]:
 def forward_class(node: Any) -> type | None:
     """The `torch.autograd.Function` of a node of an autograd graph; None for other nodes."""
     return getattr(type(node), "_forward_cls", None)
+
+
+def untransformed(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that the transforms of torch.func (grad, vmap) around it have wrapped."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor

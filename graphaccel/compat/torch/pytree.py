@@ -2,6 +2,7 @@
 
 # With key paths; torch.utils.pytree of later versions has them publicly.
 from torch.utils._pytree import (
+    register_pytree_node,
     tree_flatten,
     tree_flatten_with_path,
     tree_leaves,
@@ -11,6 +12,6 @@ from torch.utils._pytree import (
 )
 
 __all__ = [
-    "tree_flatten", "tree_flatten_with_path", "tree_leaves", "tree_map", "tree_map_only",
-    "tree_unflatten",
+    "register_pytree_node", "tree_flatten", "tree_flatten_with_path", "tree_leaves", "tree_map",
+    "tree_map_only", "tree_unflatten",
 ]  # fmt: skip
