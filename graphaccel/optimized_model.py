@@ -36,6 +36,7 @@ from graphaccel.runtime.broadcast import depends_on, refuse_other_weights, share
 from graphaccel.runtime.cuda_graphs import recorder_for
 from graphaccel.runtime.deferred import RECORD
 from graphaccel.runtime.dropped import Dropped, drop_left
+from graphaccel.runtime.execution.parts import in_order
 from graphaccel.runtime.execution.state import StepResult
 from graphaccel.runtime.inductor import StageCompiler, check_compiler
 from graphaccel.runtime.init_tape import Record
@@ -54,7 +55,6 @@ from graphaccel.runtime.parameters.state import (
     sharded_state_dict,
     stage_meshes,
 )
-from graphaccel.runtime.parts import in_order
 from graphaccel.runtime.session import CompiledStep, Session
 from graphaccel.runtime.wrappers import refuse_around
 
