@@ -243,6 +243,7 @@ class PartOfModel(GraphAccelError):
                 "or, of transformers:  model.save_pretrained('folder', state_dict=state)",
                 "or each process its part:  torch.distributed.checkpoint.save("
                 "model.state_dict(), checkpoint_id='folder')",
+                "to read a file of the whole model:  model.load_state_dict(state)",
             ),
         )
 

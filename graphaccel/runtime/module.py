@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphaccel.compat.torch.modules import DDP_READS
 from graphaccel.errors import GraphMisuse, RetainGraph
 from graphaccel.kernels.host_copy import TO_HOST, wait
 from graphaccel.runtime.execution.state import StepResult
@@ -21,7 +22,7 @@ from graphaccel.runtime.parameters.all_gradients import spoil
 from graphaccel.runtime.parameters.remote import RemoteTensor
 from graphaccel.runtime.parameters.sharded import ShardTensor
 from graphaccel.runtime.plain import copying, looks_like
-from graphaccel.runtime.wrappers import refuse_bypass
+from graphaccel.runtime.wrappers import refuse_bypass, refuse_inside
 
 
 def attach(
@@ -71,6 +72,7 @@ def attach(
             "__doc__": original.__doc__,
             "__signature__": getattr(original, "__signature__", None),
             "_graphaccel_original": original,
+            DDP_READS: property(refuse_inside),
             "graphaccel": handle,
         },
     )

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphaccel.compat.torch.modules import DDP_READS
 from graphaccel.errors import WrappedModel
 from graphaccel.errors.messages import Location
 
@@ -59,14 +60,30 @@ def refuse_around(model: nn.Module) -> None:
             help_line=_COMPILE,
         )
     kind = _parallel(type(model)) or (
-        "DataParallel" if getattr(model, "_is_replica", False) else _parallel_caller()
+        "DataParallel" if getattr(model, "_is_replica", False) else _parallel_caller("forward")
     )
     if kind:
-        raise WrappedModel(
-            what=f"the optimized model is inside {kind}",
-            why=_TWICE,
-            help_line="leave the wrapper out, and call the model that optimize() returned",
-        )
+        raise _inside(kind)
+
+
+def refuse_inside(model: nn.Module) -> None:
+    """What DistributedDataParallel reads of a model before it changes any of its tensors.
+
+    Raises WrappedModel (GA410) there: it would go on to broadcast one rank's shards to the others.
+    Raises AttributeError for anything else that reads it.
+    """
+    kind = _parallel_caller("__init__")
+    if kind:
+        raise _inside(kind)
+    raise AttributeError(DDP_READS)
+
+
+def _inside(kind: str) -> WrappedModel:
+    return WrappedModel(
+        what=f"the optimized model is inside {kind}",
+        why=_TWICE,
+        help_line="leave the wrapper out, and call the model that optimize() returned",
+    )
 
 
 def refuse_bypass(model: nn.Module) -> None:
@@ -89,12 +106,12 @@ def _parallel(kind: type) -> str:
     return ""
 
 
-def _parallel_caller() -> str:
-    """The wrapper whose forward is on the call stack."""
+def _parallel_caller(method: str) -> str:
+    """The wrapper of which this method is on the call stack."""
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        if code.co_name == "forward" and "/torch/" in code.co_filename:
+        if code.co_name == method and "/torch/" in code.co_filename:
             kind = _parallel(type(frame.f_locals.get("self")))
             if kind:
                 return kind

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import graphaccel
+from graphaccel.compat.torch.modules import DDP_READS
 from graphaccel.errors import WrappedModel
 from tests.support.captures import captures_of
 from tests.support.pool import Pool
@@ -154,9 +155,9 @@ error[GA410]: `inner` is wrapped in DataParallel
 def _distributed() -> None:
     with captures_of("wrappers"):
         model = graphaccel.optimize(Classifier(), data=2, example_batch=small_batch())
-    wrapped = DistributedDataParallel(model)
+    assert not hasattr(model, DDP_READS)
     with pytest.raises(WrappedModel, match="the optimized model is inside DistributedDataParallel"):
-        wrapped(*small_batch())
+        DistributedDataParallel(model)
     part = Classifier(DistributedDataParallel(nn.Linear(8, 8)))
     with pytest.raises(WrappedModel, match="`inner` is wrapped in DistributedDataParallel"):
         graphaccel.optimize(part, data=2)

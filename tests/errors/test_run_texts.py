@@ -128,6 +128,7 @@ error[GA411]: `GPT` can not be saved by one process: others have parts of it
   help: and write it on one of them:  torch.save(state, 'model.pt')
   help: or, of transformers:  model.save_pretrained('folder', state_dict=state)
   help: or each process its part:  torch.distributed.checkpoint.save(model.state_dict(), checkpoint_id='folder')
+  help: to read a file of the whole model:  model.load_state_dict(state)
   explain: graphaccel explain GA411""",
     ),
     (

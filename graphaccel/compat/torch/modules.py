@@ -1,8 +1,12 @@
-"""Modules: those that `torch.compile` wraps, and references that recurrent layers hold."""
+"""Modules: those that `torch.compile` wraps, references that recurrent layers hold, and what
+DistributedDataParallel reads of one."""
 
 from __future__ import annotations
 
 import torch
+
+DDP_READS = "_ddp_params_and_buffers_to_ignore"
+"""Attribute of a module that DistributedDataParallel reads before it broadcasts its parameters."""
 
 
 def clear_flat_weight_refs(model: torch.nn.Module) -> None:
