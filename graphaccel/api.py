@@ -145,11 +145,7 @@ def optimize(
         )
     given = read_plan(plan, decided)
     check_can_run(given, decided)
-    if devices != 1 and not dist.is_initialized():
-        join_job(restarts=devices is not None or given is not None)
-    count = device_count(devices, given, cluster)
-    ensure_launched(count, dist.get_world_size() if dist.is_initialized() else None)
-    device = _start(count, timeout)
+    count, device = start_ranks(devices, given, cluster, timeout)
     where = cluster or cluster_here(count, device)
     kind, shardable = where.device.type, is_elementwise(optimizer)
     what = model_of(model, loss_fn, optimizer, kind, shardable=shardable, batch_dims=batch_dims)
@@ -224,6 +220,26 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
         key: whole[key] if key in whole else value.detach().cpu().clone()
         for key, value in state.items()
     }
+
+
+def start_ranks(
+    devices: int | None = None,
+    given: Plan | None = None,
+    cluster: Cluster | None = None,
+    timeout: float = 600.0,
+) -> tuple[int, torch.device]:
+    """Make this process one of the ranks: restart the script under a launcher where it needs one.
+
+    devices, given, cluster: what says how many ranks there are; without any, the launcher does.
+    Returns the number of ranks, and the device that this rank computes on.
+
+    Raises TooManyDevices (GA205), NeedsLauncher (GA403), GraphMisuse (GA407) or NotAlone (GA409).
+    """
+    if devices != 1 and not dist.is_initialized():
+        join_job(restarts=devices is not None or given is not None)
+    count = device_count(devices, given, cluster)
+    ensure_launched(count, dist.get_world_size() if dist.is_initialized() else None)
+    return count, _start(count, timeout)
 
 
 def _start(count: int, timeout: float) -> torch.device:

@@ -1,0 +1,43 @@
+"""Tells Accelerate that this rank is the only process of its job, so that it splits nothing.
+
+Every rank of a planned step takes the same global batch, and the step splits it. Accelerate, and
+the loops built on it, would give each rank other rows, average over ranks and wrap the model. They
+do none of it in a job of one process. The rank itself stays known, so that the first rank alone
+writes and prints.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, PartialState
+
+_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+def as_one_process(device: torch.device) -> PartialState:
+    """Accelerate's state of a job with one process, on `device`, that keeps this rank's number.
+
+    A state that exists is replaced: an `Accelerator` made before does not follow.
+    """
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with _without_launcher():
+        state = PartialState(cpu=device.type == "cpu")
+    state.device = device
+    if dist.is_initialized():
+        state.process_index, state.local_process_index = dist.get_rank(), local
+    return state
+
+
+@contextmanager
+def _without_launcher() -> Iterator[None]:
+    kept = {name: os.environ.pop(name) for name in _LAUNCHER if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(kept)

@@ -1,0 +1,43 @@
+"""Reads pins from Hugging Face's TrainingArguments, and refuses what contradicts a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from graphaccel.errors import GraphMisuse
+
+_REPLACED = {  # set in TrainingArguments → what to write instead
+    "deepspeed": 'optimize={"zero": 3}',
+    "fsdp": 'optimize={"zero": 3}',
+    "parallelism_config": 'optimize={"tensor": 2}',
+    "torch_compile": 'optimize={"compile": "inductor"}',
+    "auto_find_batch_size": 'optimize={"microbatches": 4}',
+    "fp16_full_eval": "fp16=True",
+    "bf16_full_eval": "bf16=True",
+}
+
+
+def pins_of(args: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The keyword arguments of `graphaccel.optimize`, with the precision that `args` asks for.
+
+    args: transformers.TrainingArguments; its own mixed precision is turned off, as the plan's takes
+        its place.
+
+    Raises GraphMisuse (GA407) for an argument that the plan decides, or another precision.
+    """
+    for name, instead in _REPLACED.items():
+        if getattr(args, name, None):
+            raise GraphMisuse(
+                what=f"TrainingArguments({name}=...) asks for what the plan decides",
+                help_line=f"leave it out; the plan's own is:  {instead}",
+            )
+    asked = "bf16" if args.bf16 else "fp16" if args.fp16 else None
+    pinned = settings.get("precision")
+    if asked and pinned not in (None, asked):
+        raise GraphMisuse(
+            what=f"TrainingArguments({asked}=True), but optimize={{'precision': {pinned!r}}}",
+            help_line=f"leave one of them out, or pin the same:  optimize={{'precision': '{asked}'}}",
+        )
+    args.mixed_precision = "no"
+    return {**settings, "precision": asked} if asked else dict(settings)

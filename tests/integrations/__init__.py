@@ -1,0 +1,1 @@
+"""Optimized models in the training loops of other libraries."""
