@@ -9,9 +9,9 @@ The text is the help of Python itself, which every machine has; a token is a byt
 
 import argparse
 from pathlib import Path
+from pydoc_data import topics
 
 import torch
-from pydoc_data import topics
 from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 
 from graphaccel.integrations.transformers import Trainer

@@ -37,7 +37,7 @@ def pins_of(args: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     if asked and pinned not in (None, asked):
         raise GraphMisuse(
             what=f"TrainingArguments({asked}=True), but optimize={{'precision': {pinned!r}}}",
-            help_line=f"leave one of them out, or pin the same:  optimize={{'precision': '{asked}'}}",
+            help_line=f"leave one out, or pin the same:  optimize={{'precision': '{asked}'}}",
         )
     args.mixed_precision = "no"
     return {**settings, "precision": asked} if asked else dict(settings)

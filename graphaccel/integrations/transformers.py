@@ -1,10 +1,10 @@
 """Hugging Face's `Trainer` and `Seq2SeqTrainer`, whose model trains under a plan.
 
-    from graphaccel.integrations.transformers import Trainer   # instead of: from transformers import
+    from graphaccel.integrations.transformers import Trainer  # not: transformers
     trainer = Trainer(model=model, args=args, ..., optimize={"devices": 2})
 
-`optimize` has the keyword arguments of `graphaccel.optimize`; without it, the launcher says how many
-ranks there are. `per_device_train_batch_size` is the batch of one device, as it is without a
+`optimize` has the keyword arguments of `graphaccel.optimize`; without it, the launcher says how
+many ranks there are. `per_device_train_batch_size` is the batch of one device, as it is without a
 launcher: all ranks read the same batches, and the plan splits them.
 """
 
@@ -39,7 +39,9 @@ class PlannedSteps:
     `graphaccel.optimize` raises.
     """
 
-    def __init__(self, *args: Any, optimize: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, optimize: Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> None:
         _check_version()
         self._settings, self._resumes = dict(optimize or {}), False
         super().__init__(*args, **kwargs)

@@ -26,6 +26,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "pipeline": {"pipeline": 2, "microbatches": 2},
 }
 ROWS, LENGTH, WORDS = 40, 8, 32
+CLOSE = 1e-7  # the model is in float64, the loss of transformers in float32
 
 
 class Lines(torch.utils.data.Dataset):
@@ -144,12 +145,12 @@ def test_equal_to_the_plain_trainer(
     for found in pool.run(2, _trained, PLANS[name], other, str(tmp_path), timeout_s=300):
         plan, planned, again, final, best = found
         assert plan != "one device"
-        assert apart(history, planned) < 1e-6  # Trainer adds losses up in float32
+        assert apart(history, planned) < 1e-6  # Trainer adds losses in float32
         assert apart(history[-len(again) :], again) < 1e-6
         assert best == expected[1]
-        assert (final - expected[0]).abs().max() < 1e-9
+        assert (final - expected[0]).abs().max() < CLOSE
     last = f"{tmp_path}/planned/checkpoint-4"
-    assert (loaded(last) - loaded(f"{folder}/checkpoint-4")).abs().max() < 1e-9
+    assert (loaded(last) - loaded(f"{folder}/checkpoint-4")).abs().max() < CLOSE
     assert sorted(os.listdir(last)) == [
         "config.json", "generation_config.json", "model.safetensors", "optimizer",
         "rng_state.pth", "scheduler.pt", "trainer_state.json", "training_args.bin",

@@ -1,0 +1,174 @@
+"""Hugging Face's `Accelerator`, which trains the model that it prepares under a plan.
+
+    from graphaccel.integrations.accelerate import Accelerator  # not: accelerate
+    accelerator = Accelerator(optimize={"devices": 2})
+
+`optimize` has the keyword arguments of `graphaccel.optimize`; without it, the launcher says how
+many ranks there are. All ranks read the same batches, and the plan splits them: to the script, each
+rank is the only process.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+from accelerate.state import PartialState
+from torch import nn
+
+from graphaccel.api import full_state_dict, optimize, start_ranks
+from graphaccel.errors import GraphMisuse
+from graphaccel.integrations.one_process import as_one_process
+from graphaccel.integrations.optimizer_state import load_optimizer, save_optimizer
+
+_REPLACED = {  # argument of Accelerator → what to write instead
+    "deepspeed_plugin": 'optimize={"zero": 3}',
+    "deepspeed_plugins": 'optimize={"zero": 3}',
+    "fsdp_plugin": 'optimize={"zero": 3}',
+    "megatron_lm_plugin": 'optimize={"tensor": 2}',
+    "torch_tp_plugin": 'optimize={"tensor": 2}',
+    "parallelism_config": 'optimize={"tensor": 2}',
+    "dynamo_backend": 'optimize={"compile": "inductor"}',
+    "dynamo_plugin": 'optimize={"compile": "inductor"}',
+}
+_PRECISION = {"no": None, "fp16": "fp16", "bf16": "bf16"}
+
+
+class Accelerator(accelerate.Accelerator):
+    """`accelerate.Accelerator` of a job with one process, whose models train under a plan.
+
+    optimize: keyword arguments of `graphaccel.optimize`. `mixed_precision` is the pin `precision`.
+
+    Raises GraphMisuse (GA407) for an argument that contradicts a plan, or for a model without its
+    optimizer, and what `graphaccel.optimize` raises.
+    """
+
+    def __init__(
+        self, *args: Any, optimize: Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        self._settings = _pins_of(kwargs, optimize or {})
+        cluster = self._settings.get("cluster")
+        self._settings["devices"], device = start_ranks(
+            self._settings.get("devices"), cluster=cluster
+        )
+        as_one_process(device)
+        super().__init__(*args, **{**kwargs, "mixed_precision": "no", "cpu": device.type == "cpu"})
+        self._unread: Path | None = None
+
+    def prepare(self, *objects: Any, **kwargs: Any) -> Any:
+        """As `accelerate.Accelerator.prepare`. A model is optimized with its optimizer."""
+        models = [x for x in objects if isinstance(x, nn.Module) and _is_trained(x)]
+        optimizers = [x for x in objects if isinstance(x, torch.optim.Optimizer)]
+        for model in models:
+            own = [x for x in optimizers if _trains(x, model)]
+            if len(own) != 1 or hasattr(model, "graphaccel"):
+                raise _unpaired(model, len(own))
+            model._is_accelerate_prepared = True  # neither wrapped nor cast
+            optimize(model, own[0], **self._settings)
+        return super().prepare(*objects, **kwargs)
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """As `accelerate.Accelerator.backward`. After `load_state`, the first call reads the
+        optimizer state: only now is there a plan that says where it belongs."""
+        if self._unread is not None:
+            folder, self._unread = self._unread, None
+            for number, (model, optimizer) in enumerate(self._pairs()):
+                load_optimizer(model, optimizer, _folder(folder, number))
+        super().backward(loss, **kwargs)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """All weights of the model, on the CPU; tied weights share memory. Called by every rank."""
+        full = OrderedDict(full_state_dict(model))
+        first: dict[int, str] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            full[name] = full[first.setdefault(id(parameter), name)]
+        return full
+
+    def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> str:
+        """As `accelerate.Accelerator.save_state`; each rank writes its part of optimizer state."""
+        with self._without_optimizers():
+            folder = super().save_state(output_dir, *args, **kwargs)
+        for number, (model, optimizer) in enumerate(self._pairs()):
+            save_optimizer(model, optimizer, _folder(Path(folder), number))
+        return folder
+
+    def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """As `accelerate.Accelerator.load_state`, under any plan."""
+        folder = Path(input_dir) if input_dir else self._newest()
+        state = PartialState()
+        rank, state.process_index = state.process_index, 0  # random states are those of all ranks
+        try:
+            with self._without_optimizers():
+                super().load_state(str(folder), *args, **kwargs)
+        finally:
+            state.process_index = rank
+        self._unread = folder
+
+    def _newest(self) -> Path:
+        """The newest checkpoint where Accelerate names them itself."""
+        made = Path(self.project_dir or ".", "checkpoints").glob("checkpoint_*")
+        return max(made, key=lambda folder: int(folder.name.rpartition("_")[2]))
+
+    def _pairs(self) -> Iterator[tuple[nn.Module, torch.optim.Optimizer]]:
+        optimizers = [x.optimizer for x in self._optimizers]
+        for model in self._models:
+            if hasattr(model, "graphaccel"):
+                yield model, next(x for x in optimizers if _trains(x, model))
+
+    @contextmanager
+    def _without_optimizers(self) -> Iterator[None]:
+        kept, self._optimizers = self._optimizers, []
+        try:
+            yield
+        finally:
+            self._optimizers = kept
+
+
+def _pins_of(arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    for name, instead in _REPLACED.items():
+        if arguments.get(name) is not None:
+            raise GraphMisuse(
+                what=f"Accelerator({name}=...) asks for what the plan decides",
+                help_line=f"leave it out; the plan's own is:  {instead}",
+            )
+    given = arguments.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION")
+    asked = _PRECISION.get(str(given or "no"), given)
+    if asked and settings.get("precision") not in (None, asked):
+        raise GraphMisuse(
+            what=f"Accelerator(mixed_precision={asked!r}), but "
+            f"optimize={{'precision': {settings['precision']!r}}}",
+            help_line=f"leave one out, or pin the same:  optimize={{'precision': '{asked}'}}",
+        )
+    return {**settings, "precision": asked} if asked else dict(settings)
+
+
+def _is_trained(model: nn.Module) -> bool:
+    return any(p.requires_grad for p in model.parameters())
+
+
+def _trains(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
+    own = {id(p) for p in model.parameters()}
+    return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+
+
+def _unpaired(model: nn.Module, count: int) -> GraphMisuse:
+    if hasattr(model, "graphaccel"):
+        return GraphMisuse(
+            what="prepare() got a model that runs under a plan already",
+            help_line="leave graphaccel.optimize out; its arguments are given by:  "
+            'Accelerator(optimize={"devices": 2})',
+        )
+    return GraphMisuse(
+        what=f"prepare() got a model with {count} optimizers of its parameters; a plan needs one",
+        help_line="model, optimizer = accelerator.prepare(model, optimizer)",
+    )
+
+
+def _folder(folder: Path, number: int) -> Path:
+    return folder / ("optimizer" if number == 0 else f"optimizer_{number}")

@@ -1,0 +1,126 @@
+"""A script of Accelerate under a plan: its losses, weights and checkpoints are its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from graphaccel.errors import GraphMisuse
+from graphaccel.integrations.accelerate import Accelerator
+from tests.integrations.test_trainer import CLOSE, PLANS, Lines, gpt2
+from tests.support.pool import Pool
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.filterwarnings("ignore")]
+
+STEPS = 8
+
+
+def script(accelerator: Any, folder: str, resume: str | None = None) -> list[float]:
+    """A loop as Accelerate's examples have it; the losses of the steps it ran."""
+    model = gpt2()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4)
+    accelerate.utils.set_seed(1)
+    order = torch.Generator().manual_seed(3)
+    rows = Lines(8 * STEPS, seed=1)
+    loader = torch.utils.data.DataLoader(rows, batch_size=8, shuffle=True, generator=order)
+    model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+    done = 0
+    if resume is not None:
+        accelerator.load_state(resume)
+        done = STEPS // 2
+        loader = accelerator.skip_first_batches(loader, done)
+    losses = []
+    for step, batch in enumerate(loader, done):
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        losses.append(float(accelerator.gather_for_metrics(loss.detach()).mean()))
+        if step == STEPS // 2 - 1 and resume is None:
+            accelerator.save_state(f"{folder}/half")
+    accelerator.save_model(model, f"{folder}/model")
+    accelerator.unwrap_model(model).save_pretrained(
+        f"{folder}/pretrained",
+        is_main_process=accelerator.is_main_process,
+        state_dict=accelerator.get_state_dict(model),
+    )
+    return losses
+
+
+def _planned(plan: dict[str, Any], other: dict[str, Any], root: str) -> list[Any]:
+    losses = script(Accelerator(gradient_accumulation_steps=2, optimize=plan), f"{root}/whole")
+    resumed = Accelerator(gradient_accumulation_steps=2, optimize=other)
+    return [losses, script(resumed, f"{root}/resumed", resume=f"{root}/whole/half")]
+
+
+@pytest.mark.parametrize("name", ["zero3", "pipeline"])
+def test_equal_to_plain_accelerate(pool: Pool, name: str, tmp_path: Path) -> None:
+    """Accumulation, clipping, a scheduler, shuffling; resuming under another plan."""
+    other = PLANS["tensor" if name == "zero3" else "data"]
+    expected = script(accelerate.Accelerator(gradient_accumulation_steps=2), f"{tmp_path}/plain")
+    assert len(expected) == STEPS
+    assert abs(expected[0] - expected[2]) > 1e-5
+    for losses, resumed in pool.run(2, _planned, PLANS[name], other, str(tmp_path), timeout_s=300):
+        assert losses == pytest.approx(expected, abs=1e-6)
+        assert resumed == pytest.approx(expected[STEPS // 2 :], abs=1e-6)
+    plain = load_file(f"{tmp_path}/plain/model/model.safetensors")
+    for run in ("whole", "resumed"):
+        for kind in ("model", "pretrained"):
+            found = load_file(f"{tmp_path}/{run}/{kind}/model.safetensors")
+            assert found.keys() == plain.keys()
+            assert max(float((found[k] - plain[k]).abs().max()) for k in plain) < CLOSE
+
+
+@pytest.mark.parametrize(
+    ("given", "instead"),
+    [
+        ({"fsdp_plugin": object()}, 'optimize={"zero": 3}'),
+        ({"dynamo_backend": "inductor"}, 'optimize={"compile": "inductor"}'),
+    ],
+)
+def test_what_the_plan_decides_is_refused(given: dict[str, Any], instead: str) -> None:
+    (name,) = given
+    with pytest.raises(GraphMisuse) as caught:
+        Accelerator(**given)
+    assert str(caught.value) == (
+        f"error[GA407]: Accelerator({name}=...) asks for what the plan decides\n"
+        f"  help: leave it out; the plan's own is:  {instead}\n"
+        "  explain: graphaccel explain GA407"
+    )
+
+
+def test_another_precision_is_refused() -> None:
+    with pytest.raises(GraphMisuse) as caught:
+        Accelerator(mixed_precision="bf16", optimize={"precision": "fp32"})
+    assert str(caught.value) == (
+        "error[GA407]: Accelerator(mixed_precision='bf16'), but optimize={'precision': 'fp32'}\n"
+        "  help: leave one out, or pin the same:  optimize={'precision': 'bf16'}\n"
+        "  explain: graphaccel explain GA407"
+    )
+
+
+def test_a_model_without_its_optimizer_is_refused() -> None:
+    accelerator = Accelerator()
+    with pytest.raises(GraphMisuse) as caught:
+        accelerator.prepare(gpt2())
+    assert str(caught.value) == (
+        "error[GA407]: prepare() got a model with 0 optimizers of its parameters; "
+        "a plan needs one\n"
+        "  help: model, optimizer = accelerator.prepare(model, optimizer)\n"
+        "  explain: graphaccel explain GA407"
+    )
+
+
+def test_a_frozen_model_stays_plain() -> None:
+    teacher = gpt2().requires_grad_(False)
+    assert not hasattr(Accelerator().prepare(teacher), "graphaccel")
