@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen = some_cases([item.nodeid for item in items])
         config.hook.pytest_deselected(items=[i for i in items if i.nodeid not in chosen])
         items[:] = [i for i in items if i.nodeid in chosen]
-    slow = ("gloo", "ort", "examples", "docs")
+    slow = ("gloo", "integrations", "ort", "examples", "docs")
 
     def rank(item: pytest.Item) -> int:
         folder = item.path.parent.name
