@@ -16,6 +16,9 @@ from graphaccel.errors import GraphAccelError
 
 if TYPE_CHECKING:
     from graphaccel.api import full_state_dict, optimize, plan
+    from graphaccel.checkpoint.export import export
+    from graphaccel.checkpoint.load import load
+    from graphaccel.checkpoint.save import save
     from graphaccel.kernels.fusion import Scalar, T, fusion
     from graphaccel.planner.plan.module_pins import replicate, shard
     from graphaccel.runtime.deferred import deferred
@@ -27,17 +30,21 @@ _PUBLIC = {
     "Scalar": "graphaccel.kernels.fusion",
     "T": "graphaccel.kernels.fusion",
     "deferred": "graphaccel.runtime.deferred",
+    "export": "graphaccel.checkpoint.export",
     "full_state_dict": "graphaccel.api",
     "fusion": "graphaccel.kernels.fusion",
+    "load": "graphaccel.checkpoint.load",
     "optimize": "graphaccel.api",
     "plan": "graphaccel.api",
     "replicate": "graphaccel.planner.plan.module_pins",
+    "save": "graphaccel.checkpoint.save",
     "shard": "graphaccel.planner.plan.module_pins",
     "sharding_rule": "graphaccel.sharding.rules.custom",
 }
 __all__ = [
-    "GraphAccelError", "Scalar", "T", "__version__", "deferred", "errors", "full_state_dict",
-    "fusion", "optimize", "plan", "replicate", "shard", "sharding_rule",
+    "GraphAccelError", "Scalar", "T", "__version__", "deferred", "errors", "export",
+    "full_state_dict", "fusion", "load", "optimize", "plan", "replicate", "save", "shard",
+    "sharding_rule",
 ]  # fmt: skip
 
 

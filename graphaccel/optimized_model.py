@@ -173,6 +173,25 @@ class Handle:
         """The captured step as text."""
         return "" if self._step is None else self._step.text()
 
+    # ---- what checkpoints need
+
+    @property
+    def session(self) -> Session | None:
+        """Parameters and state of this rank under the plan; None before there is a plan."""
+        return self._session
+
+    @property
+    def timeout(self) -> float:
+        """Seconds after which a rank that does not answer counts as lost."""
+        return self._timeout
+
+    def agree(self, call: str) -> None:
+        """Check that all ranks make the same call now. Collective.
+
+        Raises BatchesDiffer (GA404) on every rank, RankLost (GA501) if a rank does not answer.
+        """
+        self._agreement.check(call)
+
     # ---- the model's forward and state_dict
 
     def prepare(
@@ -391,7 +410,7 @@ class Handle:
             return {k: v.detach().cpu().clone() for k, v in plain.items()}
         if not self.has_all():
             self._agreement.check(STATE)
-        return full_state(self._session, module, plain)
+        return full_state(self._session, plain)
 
     # ---- compiled steps
 

@@ -15,6 +15,12 @@ from graphaccel.errors.capture import (
     UnregisteredWeight,
 )
 from graphaccel.errors.catalogue import BadCluster, UnknownDevice
+from graphaccel.errors.checkpoint import (
+    CheckpointDamaged,
+    CheckpointDiffers,
+    CheckpointNotSaved,
+    CheckpointUntrusted,
+)
 from graphaccel.errors.compiling import (
     CaptureFailed,
     CompileFailed,
@@ -83,6 +89,10 @@ __all__ = [
     "CaptureDiffers",
     "CaptureFailed",
     "CaptureRefused",
+    "CheckpointDamaged",
+    "CheckpointDiffers",
+    "CheckpointNotSaved",
+    "CheckpointUntrusted",
     "CompileFailed",
     "CompilerMissing",
     "ConflictingPins",

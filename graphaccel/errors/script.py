@@ -241,9 +241,9 @@ class PartOfModel(GraphAccelError):
                 "have the whole, on every process:  state = graphaccel.full_state_dict(model)",
                 "and write it on one of them:  torch.save(state, 'model.pt')",
                 "or, of transformers:  model.save_pretrained('folder', state_dict=state)",
-                "or each process its part:  torch.distributed.checkpoint.save("
-                "model.state_dict(), checkpoint_id='folder')",
-                "to read a file of the whole model:  model.load_state_dict(state)",
+                "or each process its part:  "
+                "graphaccel.save('checkpoints', model, optimizer, step=100)",
+                "to read a file of the whole model:  graphaccel.load('model.safetensors', model)",
             ),
         )
 

@@ -55,7 +55,5 @@ def misfits(phases: Phases, cluster: Cluster) -> list[str]:
             "graphaccel.deferred"
         )
     if phases.save_whole > free >= phases.save:
-        found.append(
-            "full_state_dict does not fit: save state_dict() by torch.distributed.checkpoint"
-        )
+        found.append("full_state_dict does not fit: save by graphaccel.save()")
     return found

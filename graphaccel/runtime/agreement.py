@@ -27,7 +27,8 @@ Optimizer = torch.optim.Optimizer
 
 TRAIN, EVALUATE, BACKWARD = "runs a training step", "evaluates", "runs a backward"
 PLAN, STATE = "plans", "calls full_state_dict()"
-_CALLS = (TRAIN, EVALUATE, BACKWARD, PLAN, STATE)
+SAVE, LOAD = "saves", "loads"
+_CALLS = (TRAIN, EVALUATE, BACKWARD, PLAN, STATE, SAVE, LOAD)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from graphaccel import errors
 from graphaccel.errors.messages import Location, format_bytes
 from tests.errors import (
     test_capture_texts,
+    test_checkpoint_texts,
     test_compile_texts,
     test_ort_texts,
     test_plan_texts,
@@ -26,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 CASES = [
     *sorted((*test_capture_texts.CASES, *test_state_texts.CASES), key=lambda case: case[0].code),
     *test_plan_texts.CASES,
-    *test_run_texts.CASES,
+    *sorted((*test_run_texts.CASES, *test_checkpoint_texts.CASES), key=lambda case: case[0].code),
     *test_ort_texts.CASES,
     *test_compile_texts.CASES,
 ]

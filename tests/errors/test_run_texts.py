@@ -127,8 +127,8 @@ error[GA411]: `GPT` can not be saved by one process: others have parts of it
   help: have the whole, on every process:  state = graphaccel.full_state_dict(model)
   help: and write it on one of them:  torch.save(state, 'model.pt')
   help: or, of transformers:  model.save_pretrained('folder', state_dict=state)
-  help: or each process its part:  torch.distributed.checkpoint.save(model.state_dict(), checkpoint_id='folder')
-  help: to read a file of the whole model:  model.load_state_dict(state)
+  help: or each process its part:  graphaccel.save('checkpoints', model, optimizer, step=100)
+  help: to read a file of the whole model:  graphaccel.load('model.safetensors', model)
   explain: graphaccel explain GA411""",
     ),
     (

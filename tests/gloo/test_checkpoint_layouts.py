@@ -14,11 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
 import graphaccel
@@ -55,7 +51,6 @@ PLANS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero1 on the host": (2, {"data": 2, "zero": 1, "offload": "optimizer"}),
     "pipeline on the host": (2, {"pipeline": 2, "microbatches": 2, "offload": "optimizer"}),
 }
-PARTLY = StateDictOptions(strict=False)  # parameters of other stages have no state here
 # Every plan saves once and loads once; the last row's checkpoint goes into the plain model too.
 WAYS = [
     ("zero3", "zero3 in a pipeline"),
@@ -111,10 +106,6 @@ def _full(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tenso
     return full
 
 
-def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)}
-
-
 @captures_of("scripts")
 def _save(world: int, pins: Mapping[str, Any], folder: str) -> tuple[dict[str, Tensor], float]:
     model, optimizer = _planned(world, pins)
@@ -122,7 +113,7 @@ def _save(world: int, pins: Mapping[str, Any], folder: str) -> tuple[dict[str, T
         model(**tokens(seed=step)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    dcp.save(_state(model, optimizer), checkpoint_id=folder)
+    graphaccel.save(folder, model, optimizer, step=3)
     full = _full(model, optimizer)
     return full, model(**tokens(seed=9)).item()
 
@@ -130,10 +121,7 @@ def _save(world: int, pins: Mapping[str, Any], folder: str) -> tuple[dict[str, T
 @captures_of("scripts")
 def _load(world: int, pins: Mapping[str, Any], folder: str) -> tuple[dict[str, Tensor], float]:
     model, optimizer = _planned(world, pins)
-    state = _state(model, optimizer)
-    dcp.load(state, checkpoint_id=folder)
-    model.load_state_dict(state["model"])
-    set_optimizer_state_dict(model, optimizer, state["optim"], options=PARTLY)
+    assert graphaccel.load(folder, model, optimizer).step == 3
     full = _full(model, optimizer)
     return full, model(**tokens(seed=9)).item()
 
@@ -141,10 +129,7 @@ def _load(world: int, pins: Mapping[str, Any], folder: str) -> tuple[dict[str, T
 def _load_plain(folder: str) -> tuple[dict[str, Tensor], float]:
     model = gpt(4)
     optimizer = torch.optim.AdamW(groups(model), lr=1e-2)
-    state = _state(model, optimizer)
-    dcp.load(state, checkpoint_id=folder, no_dist=True)
-    model.load_state_dict(state["model"])
-    set_optimizer_state_dict(model, optimizer, state["optim"], options=PARTLY)
+    assert graphaccel.load(folder, model, optimizer).step == 3
     return _full(model, optimizer), model(**tokens(seed=9)).item()
 
 

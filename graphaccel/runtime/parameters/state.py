@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -137,23 +136,30 @@ def sharded_state_dict(
     return plain
 
 
-def full_state(session: Session, model: nn.Module, plain: Mapping[str, Any]) -> dict[str, Any]:
+def full_state(session: Session, plain: Mapping[str, Any]) -> dict[str, Any]:
     """Full tensors on the CPU, on every rank. Collective."""
+    return {
+        key: whole_tensor(session, key, value).cpu().clone()
+        if isinstance(value, torch.Tensor)
+        else value
+        for key, value in plain.items()
+    }
+
+
+def whole_tensor(session: Session | None, key: str, value: torch.Tensor) -> torch.Tensor:
+    """One tensor of a model's state in full, on every rank. Collective.
+
+    session: None where every rank holds all tensors in full.
+    """
+    whole = value.whole() if isinstance(value, ShardTensor) else value.detach()
+    if session is None or session.mesh.pipeline == 1 or key not in session.homes:
+        return whole
     mesh = session.mesh
-    full: dict[str, Any] = {}
-    for key, value in plain.items():
-        if not isinstance(value, torch.Tensor):
-            full[key] = value
-            continue
-        whole = value.whole() if isinstance(value, ShardTensor) else value.detach()
-        if mesh.pipeline > 1 and key in session.homes:
-            if isinstance(value, RemoteTensor):
-                whole = torch.empty(value.shape, dtype=value.dtype, device=mesh.device)
-            whole = whole.contiguous().to(mesh.device)
-            owner = mesh.rank_of(session.owner(key))
-            dist.broadcast(whole, owner, group=mesh.pipeline_group)
-        full[key] = whole.cpu().clone()
-    return full
+    if isinstance(value, RemoteTensor):
+        whole = torch.empty(value.shape, dtype=value.dtype, device=mesh.device)
+    whole = whole.contiguous().to(mesh.device)
+    dist.broadcast(whole, mesh.rank_of(session.owner(key)), group=mesh.pipeline_group)
+    return whole
 
 
 class OptimizerState:

@@ -1,0 +1,199 @@
+"""The tensors of models and optimizers by name, as this rank holds them.
+
+A tensor held in full is a plain tensor, a shard a ShardTensor, which tells
+torch.distributed.checkpoint its offsets, and a tensor of another pipeline rank a RemoteTensor, of
+which only the shape is known here. Every rank has the same names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphaccel.runtime.module import original_class
+from graphaccel.runtime.parameters.layout import Layout
+from graphaccel.runtime.parameters.remote import RemoteTensor
+from graphaccel.runtime.parameters.sharded import ShardTensor
+from graphaccel.runtime.session import Session
+
+Optimizer = torch.optim.Optimizer
+
+OF_THE_RUN = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
+"""Settings of a parameter group that say how a step is computed: not restored."""
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What one checkpoint holds, by the names it is saved under.
+
+    models: the model, and further ones (averages of it). optimizers: of the model's parameters.
+    objects: with `state_dict` and `load_state_dict`. values: anything else.
+    """
+
+    models: Mapping[str, nn.Module]
+    optimizers: Mapping[str, Optimizer]
+    objects: Mapping[str, Any]
+    values: Mapping[str, Any]
+
+    @property
+    def session(self) -> Session | None:
+        """Of the plan of the model; None before it has one."""
+        return getattr(getattr(self.models["model"], "graphaccel", None), "session", None)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Parameters and persistent buffers of all models: the tensors themselves, so that a write
+        into one shows in its version."""
+        found: dict[str, Tensor] = {}
+        for name, model in self.models.items():
+            own = dict(model.named_parameters(remove_duplicate=False))
+            own |= dict(model.named_buffers(remove_duplicate=False))
+            for key, value in plain_state(model).items():
+                if isinstance(value, Tensor) and not key.endswith("_extra_state"):
+                    found[f"{name}.{key}"] = own.get(key, value)
+        return found
+
+    def extra_states(self) -> dict[str, dict[str, Any]]:
+        """What modules return from `get_extra_state`, by the names of model and module."""
+        found = {}
+        for name, model in self.models.items():
+            state = plain_state(model).items()
+            found[name] = {
+                k: v for k, v in state if k.endswith("_extra_state") or not isinstance(v, Tensor)
+            }
+        return found
+
+    def set_extra_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Give them back to the modules."""
+        for name, model in self.models.items():
+            for key, value in states.get(name, {}).items():
+                path = key.rpartition(".")[0]
+                if key.endswith("_extra_state"):
+                    model.get_submodule(path).set_extra_state(value)
+
+    def names(self, optimizer: Optimizer) -> list[list[str]]:
+        """Names of an optimizer's parameters, by group; those in no model get one of the group."""
+        known: dict[int, str] = {}
+        for model in reversed(self.models.values()):
+            known |= {id(p): name for name, p in model.named_parameters()}
+        return [
+            [known.get(id(p), f"group {g} parameter {i}") for i, p in enumerate(group["params"])]
+            for g, group in enumerate(optimizer.param_groups)
+        ]
+
+    def parameters(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        """The parameters of an optimizer by name."""
+        pairs = zip(self.names(optimizer), optimizer.param_groups, strict=True)
+        return {n: p for names, g in pairs for n, p in zip(names, g["params"], strict=True)}
+
+    def layouts(self) -> dict[int, Layout]:
+        """Identity of a parameter → the layout of its optimizer state, where that is sharded."""
+        session = self.session
+        if session is None:
+            return {}
+        named = dict(self.models["model"].named_parameters(remove_duplicate=False))
+        return {id(named[name]): layout for name, layout in session.states.items()}
+
+    def states(self) -> tuple[dict[str, Tensor], dict[str, dict[str, dict[str, Any]]]]:
+        """The optimizers' state on this rank: tensors by name, and plain values by the names of
+        optimizer, parameter and value."""
+        tensors: dict[str, Tensor] = {}
+        plain: dict[str, dict[str, dict[str, Any]]] = {name: {} for name in self.optimizers}
+        layouts = self.layouts()
+        for name, optimizer in self.optimizers.items():
+            for parameter, p in self.parameters(optimizer).items():
+                for key, value in optimizer.state.get(p, {}).items():
+                    if isinstance(value, Tensor):
+                        full = state_name(name, parameter, key)
+                        tensors[full] = _shard(value, layouts.get(id(p)))
+                    else:
+                        plain[name].setdefault(parameter, {})[key] = value
+        return tensors, plain
+
+    def groups(self) -> dict[str, list[dict[str, Any]]]:
+        """The settings of every parameter group, and the names of its parameters."""
+        found = {}
+        for name, optimizer in self.optimizers.items():
+            pairs = zip(self.names(optimizer), optimizer.param_groups, strict=True)
+            found[name] = [
+                {"params": names, **{k: v for k, v in g.items() if k not in OF_THE_RUN}}
+                for names, g in pairs
+            ]
+        return found
+
+
+def state_name(optimizer: str, parameter: str, key: str) -> str:
+    """The name of a tensor of optimizer state in a checkpoint."""
+    return f"{optimizer}.state.{parameter}.{key}"
+
+
+def plain_state(model: nn.Module) -> Mapping[str, Any]:
+    """A model's state dict with the tensors of this rank as they are."""
+    return original_class(model).state_dict(model)  # type: ignore[no-any-return]
+
+
+def local(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those of which this rank holds something."""
+    return {k: v for k, v in tensors.items() if not isinstance(v, RemoteTensor)}
+
+
+def target(
+    optimizer: Optimizer, p: Tensor, key: str, kind: tuple[torch.dtype, torch.Size], more: Target
+) -> Tensor | None:
+    """Memory on this rank for a tensor of optimizer state that is to be loaded.
+
+    kind: its dtype and full shape. None for the state of a parameter of another rank.
+    """
+    if isinstance(p, RemoteTensor):
+        return None
+    dtype, shape = kind
+    layout = more.layouts.get(id(p)) if len(shape) > 0 and shape == p.shape else None
+    local_shape = shape if layout is None else layout.local_shape
+    value = optimizer.state.get(p, {}).get(key)
+    fits = isinstance(value, Tensor) and value.dtype == dtype and value.shape == local_shape
+    if not fits:
+        value = torch.zeros(local_shape, dtype=dtype, device=more.device(optimizer, p, key, shape))
+    return _shard(value, layout)
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where optimizer state belongs. on_host: the plan keeps it there."""
+
+    layouts: Mapping[int, Layout]
+    on_host: bool
+
+    def device(self, optimizer: Optimizer, p: Tensor, key: str, shape: torch.Size) -> Any:
+        """The device of one tensor of it: as `Optimizer.load_state_dict` chooses."""
+        group = next(g for g in optimizer.param_groups if any(q is p for q in g["params"]))
+        counts = key == "step" and not (group.get("capturable") or group.get("fused"))
+        return "cpu" if counts or (self.on_host and len(shape) > 0) else p.device
+
+
+def _shard(value: Tensor, layout: Layout | None) -> Tensor:
+    """A tensor of state as a shard, where it has the shape of one."""
+    if layout is None or value.dim() == 0 or value.shape != layout.local_shape:
+        return value
+    return ShardTensor(value, layout)
+
+
+def map_memory(tensor: Tensor, copy: Callable[[Tensor], Tensor]) -> Tensor:
+    """The tensor with its memory on this rank replaced by a copy."""
+    if isinstance(tensor, ShardTensor):
+        host = copy(tensor.local.detach())
+        return ShardTensor(host, replace(tensor.sharding))
+    return copy(tensor.detach())
+
+
+def described(tensors: Mapping[str, tuple[torch.dtype, torch.Size]]) -> Iterator[str]:
+    """Each tensor in words: `model.out.weight float32[4, 8]`."""
+    for name, kind in tensors.items():
+        yield f"{name} {in_words(kind)}"
+
+
+def in_words(kind: tuple[torch.dtype, torch.Size]) -> str:
+    """A dtype and a shape: `float32[4, 8]`."""
+    return f"{str(kind[0]).removeprefix('torch.')}{list(kind[1])}"

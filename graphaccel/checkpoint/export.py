@@ -1,0 +1,139 @@
+"""`graphaccel.export`: weights as safetensors, as `save_pretrained` writes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from graphaccel.checkpoint.contents import plain_state
+from graphaccel.checkpoint.saver import saver_of
+from graphaccel.checkpoint.weights import tied_names
+from graphaccel.errors import CheckpointNotSaved, GraphMisuse
+from graphaccel.runtime.agreement import SAVE
+from graphaccel.runtime.module import original_class
+from graphaccel.runtime.parameters.state import whole_tensor
+
+_SHARD = 5 * 2**30
+
+
+def export(folder: str | Path, model: nn.Module, *, max_shard_bytes: int = _SHARD) -> None:
+    """Write the weights of a model, plain or under any plan, as safetensors into `folder`.
+
+    Every rank calls it; rank 0 writes one file after the other, so that no rank holds more of the
+    model than its own part and one file. A Hugging Face model's configuration is written beside
+    them: `from_pretrained` reads the folder. Tied tensors are written once.
+
+    max_shard_bytes: of one file; more than one get an index, as `save_pretrained` writes it.
+
+    Raises CheckpointNotSaved (GA412) on every rank if a file cannot be written; GraphMisuse (GA407)
+    without the package safetensors.
+    """
+    if not isinstance(model, nn.Module):
+        raise GraphMisuse(what=f"the model is a torch.nn.Module, not {type(model).__name__}")
+    handle = getattr(model, "graphaccel", None)
+    if handle is not None:
+        handle.agree(SAVE)
+    together = saver_of(model).together
+    root = Path(folder)
+
+    def failed(rank: int, cause: str) -> CheckpointNotSaved:
+        return CheckpointNotSaved(
+            what="the weights",
+            folder=str(root),
+            rank=rank,
+            cause=cause,
+            call="graphaccel.export('weights', model)",
+        )
+
+    together.first(lambda: _prepare(root), failed)
+    state = {n: t for n, t in plain_state(model).items() if isinstance(t, Tensor)}
+    for name in _left_out(model):
+        state.pop(name, None)
+    files = _files(state, max_shard_bytes)
+    session = None if handle is None else handle.session
+    for file, names in files.items():
+        whole = {}
+        for name in names:
+            tensor = together.collective(lambda name=name: whole_tensor(session, name, state[name]))
+            if together.rank == 0:
+                whole[name] = tensor.cpu().contiguous().clone()
+        together.first(lambda file=file, whole=whole: _write(root / file, whole), failed)
+    together.first(lambda: _finish(root, files, state, model), failed)
+
+
+def _prepare(root: Path) -> None:
+    try:
+        import safetensors.torch  # noqa: F401
+    except ImportError:
+        raise GraphMisuse(
+            what="the package safetensors, which writes these files, is not installed",
+            help_line="pip install safetensors",
+        ) from None
+    root.mkdir(parents=True, exist_ok=True)
+
+
+def _left_out(model: nn.Module) -> set[str]:
+    """Names of tied tensors, but for the one that is written."""
+    keys = getattr(model, "_tied_weights_keys", None) or ()
+    found: set[str] = set()
+    for names in tied_names(model).values():
+        later = [name for name in names if name in keys]
+        kept = next((name for name in names if name not in later), names[0])
+        found |= set(names) - {kept}
+    return found
+
+
+def _files(state: Mapping[str, Tensor], most: int) -> dict[str, list[str]]:
+    """File name → the tensors in it."""
+    parts: list[list[str]] = [[]]
+    filled = 0
+    for name, tensor in state.items():
+        size = tensor.numel() * tensor.element_size()
+        if parts[-1] and filled + size > most:
+            parts.append([])
+            filled = 0
+        parts[-1].append(name)
+        filled += size
+    if len(parts) == 1:
+        return {"model.safetensors": parts[0]}
+    count = len(parts)
+    return {f"model-{i + 1:05d}-of-{count:05d}.safetensors": p for i, p in enumerate(parts)}
+
+
+def _write(path: Path, tensors: dict[str, Tensor]) -> None:
+    from safetensors.torch import save_file
+
+    new = path.with_suffix(".new")
+    save_file(tensors, new, metadata={"format": "pt"})
+    new.replace(path)
+
+
+def _finish(
+    root: Path, files: Mapping[str, list[str]], state: Mapping[str, Tensor], model: nn.Module
+) -> None:
+    """The index of several files, and a Hugging Face model's configuration."""
+    index = root / "model.safetensors.index.json"
+    for stale in _others(root, files):
+        stale.unlink()
+    if len(files) > 1:
+        size = sum(t.numel() * t.element_size() for t in state.values())
+        where = {name: file for file, names in files.items() for name in names}
+        content = {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
+        index.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    for config in (getattr(model, "config", None), getattr(model, "generation_config", None)):
+        write: Any = getattr(config, "save_pretrained", None)
+        if write is not None:
+            if config is getattr(model, "config", None):
+                config.architectures = [original_class(model).__name__]
+            write(root)
+
+
+def _others(root: Path, files: Mapping[str, list[str]]) -> Iterator[Path]:
+    """Weights of an earlier export, which would be read instead of or beside these."""
+    for path in root.glob("model*.safetensors*"):
+        if path.name not in files:
+            yield path

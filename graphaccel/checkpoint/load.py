@@ -1,0 +1,281 @@
+"""`graphaccel.load`: resume from a checkpoint, or start from a file of weights."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphaccel.checkpoint.contents import (
+    OF_THE_RUN,
+    Contents,
+    Target,
+    described,
+    in_words,
+    local,
+    state_name,
+    target,
+)
+from graphaccel.checkpoint.folders import Found, complete, newest
+from graphaccel.checkpoint.manifest import NAME, check_files, read_manifest
+from graphaccel.checkpoint.random_state import set_random_states
+from graphaccel.checkpoint.save import contents_of, folder_of
+from graphaccel.checkpoint.saver import saver_of
+from graphaccel.checkpoint.together import Together
+from graphaccel.checkpoint.trusted import TrustedReader, load_values, read_metadata
+from graphaccel.checkpoint.weights import is_weights, load_weights
+from graphaccel.checkpoint.writing import STATE, random_file
+from graphaccel.compat.torch.checkpoint import load_tensors
+from graphaccel.errors import CheckpointDamaged, CheckpointDiffers, GraphAccelError
+from graphaccel.progress import progress
+from graphaccel.runtime.agreement import LOAD
+
+Optimizer = torch.optim.Optimizer
+Kind = tuple[torch.dtype, torch.Size]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What was loaded. step: the number of steps done, 0 where there was no checkpoint.
+    folder: the checkpoint's own, or the file of weights; None where there was none. more: the plain
+    values that were given to `save`, by name."""
+
+    step: int = 0
+    folder: Path | None = None
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+
+def load(
+    folder: str | Path | None,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    **more: Any,
+) -> Loaded:
+    """Continue from the newest complete checkpoint in `folder`, if there is one.
+
+    Every rank calls it and reads its own part. The model may be a plain one, or optimized for any
+    plan; with `example_batch=` its plan exists, so that only this rank's part is read. Restored are
+    weights, optimizer state and settings, random states, the loss scale, and `more`.
+
+    folder: of checkpoints (one that does not exist yet counts as empty), a single checkpoint in it,
+      or weights alone: a file of `torch.save(state_dict)` or safetensors, or a Hugging Face folder.
+      None: the one given by `graphaccel run --checkpoint`.
+    optimizer: None loads the weights alone, to evaluate a model.
+    more: models, optimizers and objects that were given to `save` under the same names.
+
+    Returns the step to continue from, and the plain values that were saved. Only tensors and plain
+    values are read: no code of a file is run.
+
+    Raises on every rank, with the model unchanged: CheckpointDamaged (GA413), CheckpointDiffers
+    (GA414) with names and shapes, CheckpointUntrusted (GA415). A file with changed content is found
+    when it is read, after other tensors were.
+    """
+    path = folder_of(folder)
+    if os.environ.get("GRAPHACCEL_PLAN_ONLY") == "1":  # nothing will be trained
+        return Loaded()
+    contents = contents_of(model, optimizer, more)
+    handle = getattr(model, "graphaccel", None)
+    if handle is not None:
+        handle.agree(LOAD)
+    saver = saver_of(model)
+    saver.wait()
+    together = saver.together
+    if together.first(lambda: is_weights(path), _failed(path)):
+        load_weights(path, model, together, _failed(path))
+        progress("loaded", f"{path}, weights alone", 0.0)
+        return Loaded(folder=path)
+    chosen = together.first(lambda: _chosen(path), _failed(path))
+    if chosen is None:
+        progress("loaded", f"{path} has no checkpoint: this run starts at step 0", 0.0)
+        return Loaded()
+    found = together.here(lambda: _here(chosen, path), _failed(chosen))
+    values = _restore(found, contents, together)
+    progress("loaded", f"{found.folder}, step {found.manifest.step}", 0.0)
+    return Loaded(found.manifest.step, found.folder, values)
+
+
+def _failed(path: Path) -> Callable[[int, str], GraphAccelError]:
+    return lambda rank, cause: CheckpointDamaged(
+        path=str(path), problems=(f"rank {rank}: {cause}",)
+    )
+
+
+def _chosen(path: Path) -> Path | None:
+    """The folder of the checkpoint that a path means."""
+    if (path / NAME).is_file():
+        return path
+    if path.exists() and not path.is_dir():
+        kinds = "a folder of checkpoints, a state dict (.pt) or safetensors"
+        raise CheckpointDamaged(path=str(path), problems=(f"it is not {kinds}",))
+    found = newest(path)
+    return None if found is None else found.folder
+
+
+def _here(folder: Path, root: Path) -> Found:
+    """The checkpoint as this rank sees it, its files checked."""
+    manifest = read_manifest(folder)
+    problems = check_files(folder, manifest)
+    if not problems and not {STATE, random_file(0), ".metadata"} <= set(manifest.files):
+        problems = (f"{NAME} does not name {STATE}, {random_file(0)} and .metadata",)
+    if not problems:
+        known = read_metadata(folder)
+        tensors = known.state_dict_metadata.items()
+        there = {name: (t.properties.dtype, t.size) for name, t in tensors}
+        written = {str(info.relative_path) for info in known.storage_data.values()}
+        if missing := sorted(written - set(manifest.files)):
+            problems = (f"{NAME} does not name {missing[0]}",)
+        elif there != manifest.shapes:
+            problems = (f"{NAME} lists other tensors than .metadata",)
+    if problems:
+        older = [f for f in complete(root) if f.manifest.number < manifest.number]
+        before = str(older[-1].folder) if older else ""
+        raise CheckpointDamaged(path=str(folder), problems=problems, before=before)
+    return Found(folder, manifest)
+
+
+def _restore(found: Found, contents: Contents, together: Together) -> dict[str, Any]:
+    """Load everything of one checkpoint; returns the plain values. Collective."""
+    fail = _failed(found.folder)
+
+    def read() -> tuple[Any, Any]:
+        state = load_values(found.folder / STATE)
+        rank = together.rank if together.rank < found.manifest.ranks else 0
+        random = load_values(found.folder / random_file(rank))
+        _check_state(found, state)
+        _check_fits(found, contents, state)
+        return state, random
+
+    state, random = together.here(read, fail)
+    targets, states = _targets(found, contents)
+    reader = TrustedReader(found.folder)
+    with torch.no_grad():
+        together.collective(lambda: load_tensors(targets, reader, together.group), fail)
+    _set_states(contents, states, state["values"])
+    _set_groups(contents, state["groups"])
+    contents.set_extra_states(state["extra"])
+    for name, value in contents.objects.items():
+        value.load_state_dict(state["objects"][name])
+    _set_scale(contents, state["scale"])
+    set_random_states(random)
+    return dict(state["more"])
+
+
+def _check_state(found: Found, state: Any) -> None:
+    expected = ("groups", "values", "extra", "objects", "more")
+    if not isinstance(state, dict) or not all(isinstance(state.get(k), dict) for k in expected):
+        problem = "it is not the state of a run"
+        raise CheckpointDamaged(path=str(found.folder / STATE), problems=(problem,))
+
+
+def _check_fits(found: Found, contents: Contents, state: Mapping[str, Any]) -> None:
+    """Raise CheckpointDiffers (GA414) where names or shapes differ."""
+    saved = found.manifest.shapes
+    wanted = {name: (t.dtype, t.shape) for name, t in contents.weights().items()}
+    models = tuple(f"{name}." for name in contents.models)
+    of_states = tuple(f"{name}.state." for name in state["groups"])
+    in_file = {n: k for n, k in saved.items() if n.startswith(models) and not _under(n, of_states)}
+    missing = [*described({n: k for n, k in wanted.items() if n not in saved})]
+    unexpected = [*described({n: k for n, k in in_file.items() if n not in wanted})]
+    changed = [
+        f"{name} {in_words(saved[name])}, here {in_words(kind)}"
+        for name, kind in wanted.items()
+        if name in saved and saved[name] != kind
+    ]
+    for name, optimizer in contents.optimizers.items():
+        groups = state["groups"].get(name)
+        if groups is None:
+            missing.append(f"{name}, a {type(optimizer).__name__}")
+        else:
+            changed += _other_groups(name, contents.names(optimizer), groups)
+    missing += [name for name in contents.objects if name not in state["objects"]]
+    if missing or unexpected or changed:
+        raise CheckpointDiffers(
+            path=str(found.folder),
+            missing=tuple(missing),
+            unexpected=tuple(unexpected),
+            changed=tuple(changed),
+        )
+
+
+def _under(name: str, prefixes: tuple[str, ...]) -> bool:
+    return bool(prefixes) and name.startswith(prefixes)
+
+
+def _other_groups(name: str, here: list[list[str]], groups: Any) -> list[str]:
+    """How the parameter groups of an optimizer differ from the saved ones."""
+    if len(groups) != len(here):
+        return [f"{name} has {len(groups)} parameter groups, here {len(here)}"]
+    found = []
+    for number, (names, group) in enumerate(zip(here, groups, strict=True)):
+        others = sorted(set(names) ^ set(group["params"]))
+        if others or len(names) != len(group["params"]):
+            found.append(f"{name}: parameter group {number} has others: {', '.join(others[:5])}")
+    return found
+
+
+def _targets(
+    found: Found, contents: Contents
+) -> tuple[dict[str, Tensor], dict[str, dict[str, dict[str, Tensor]]]]:
+    """Memory of this rank to read into, by the name in the checkpoint; that of optimizer state also
+    by the names of optimizer, parameter and value."""
+    targets = local(contents.weights())
+    states: dict[str, dict[str, dict[str, Tensor]]] = {}
+    session = contents.session
+    handle = getattr(contents.models["model"], "graphaccel", None)
+    plan = None if session is None or handle is None else handle.plan
+    where = Target(contents.layouts(), plan is not None and "optimizer" in plan.offload)
+    for name, optimizer in contents.optimizers.items():
+        prefix = f"{name}.state."
+        parameters = contents.parameters(optimizer)
+        states[name] = {}
+        for full, kind in found.manifest.shapes.items():
+            parameter, _, key = full.removeprefix(prefix).rpartition(".")
+            if full.startswith(prefix) and parameter in parameters:
+                made = target(optimizer, parameters[parameter], key, kind, where)
+                if made is not None:
+                    targets[state_name(name, parameter, key)] = made
+                    states[name].setdefault(parameter, {})[key] = made
+    return targets, states
+
+
+def _set_states(
+    contents: Contents,
+    states: Mapping[str, Mapping[str, Mapping[str, Tensor]]],
+    values: Mapping[str, Mapping[str, Mapping[str, Any]]],
+) -> None:
+    """Give the loaded state to the optimizers."""
+    for name, optimizer in contents.optimizers.items():
+        for parameter, p in contents.parameters(optimizer).items():
+            tensors = states[name].get(parameter, {})
+            plain = values.get(name, {}).get(parameter, {})
+            optimizer.state.pop(p, None)
+            if tensors or plain:
+                optimizer.state[p] = {
+                    **{key: getattr(value, "local", value) for key, value in tensors.items()},
+                    **plain,
+                }
+
+
+def _set_groups(contents: Contents, groups: Mapping[str, Any]) -> None:
+    """Set the settings of the parameter groups; a learning rate in a tensor stays in it."""
+    for name, optimizer in contents.optimizers.items():
+        for group, saved in zip(optimizer.param_groups, groups[name], strict=True):
+            for key, value in saved.items():
+                if key in OF_THE_RUN:
+                    continue
+                if isinstance(group.get(key), Tensor) and isinstance(value, Tensor):
+                    group[key].copy_(value)
+                else:
+                    group[key] = value
+
+
+def _set_scale(contents: Contents, scale: tuple[float, int] | None) -> None:
+    session = contents.session
+    if session is not None and session.scale is not None and scale is not None:
+        session.scale.factor.fill_(scale[0])
+        session.scale.good_steps.fill_(scale[1])

@@ -1,0 +1,139 @@
+"""The manifest of a checkpoint: what is in its folder. Written last, it makes it complete."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graphaccel.errors import CheckpointDamaged
+
+NAME = "manifest.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """One checkpoint.
+
+    number: of the save in its folder of checkpoints, from 1: the newest has the highest. plan: as
+    JSON, None without one. tensors: name → (dtype, shape), e.g. ("float32", (4, 8)). files: name →
+    bytes.
+    """
+
+    number: int
+    step: int
+    ranks: int
+    torch: str
+    graphaccel: str
+    plan: Any
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]]
+    files: Mapping[str, int]
+    format: int = FORMAT
+
+    def write(self, folder: Path) -> None:
+        """Write it beside the files and rename it into place, both durably."""
+        new = folder / f"{NAME}.new"
+        with new.open("w", encoding="utf-8") as file:
+            json.dump(asdict(self), file)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(folder / NAME)
+        sync_folder(folder)
+        sync_folder(folder.parent)
+
+    @property
+    def shapes(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
+        """Name → dtype and shape of every tensor."""
+        found = self.tensors.items()
+        return {name: (getattr(torch, kind), torch.Size(shape)) for name, (kind, shape) in found}
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint's folder, every field of it checked.
+
+    Raises CheckpointDamaged (GA413).
+    """
+    path = folder / NAME
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return _checked(found)
+    except RecursionError:
+        problem = "it is nested too deeply"
+    except (OSError, ValueError) as error:
+        problem = str(error) or type(error).__name__
+    raise CheckpointDamaged(path=str(path), problems=(problem,))
+
+
+def check_files(folder: Path, manifest: Manifest) -> tuple[str, ...]:
+    """What is wrong with the files that a manifest names; empty where they are all as written."""
+    problems = []
+    for name, size in manifest.files.items():
+        path = folder / name
+        if not path.is_file():
+            problems.append(f"{name} is missing")
+        elif path.stat().st_size != size:
+            problems.append(f"{name} has {path.stat().st_size} bytes, and was written with {size}")
+    return tuple(problems)
+
+
+def _checked(found: Any) -> Manifest:
+    """The manifest of parsed JSON. Raises ValueError."""
+    if not isinstance(found, dict):
+        raise ValueError("it is no JSON object")
+    if found.get("format") != FORMAT:
+        raise ValueError(f"format is {found.get('format')!r}, and {FORMAT} is read here")
+    expected = {name for name in Manifest.__dataclass_fields__ if name != "plan"}
+    if missing := sorted(expected - set(found)):
+        raise ValueError(f"{missing[0]} is missing")
+    for name in ("torch", "graphaccel"):
+        if not isinstance(found[name], str):
+            raise ValueError(f"{name} is no text")
+    tensors, files = found["tensors"], found["files"]
+    if not isinstance(tensors, dict) or not isinstance(files, dict):
+        raise ValueError("tensors and files are objects")
+    return Manifest(
+        number=_count("number", found["number"]),
+        step=_count("step", found["step"]),
+        ranks=max(1, _count("ranks", found["ranks"])),
+        torch=found["torch"],
+        graphaccel=found["graphaccel"],
+        plan=found.get("plan"),
+        tensors={name: _tensor(name, value) for name, value in tensors.items()},
+        files={_plain(name): _count(name, size) for name, size in files.items()},
+    )
+
+
+def _count(name: str, value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{name} is {str(value)[:40]!r}, and must be a whole number from 0")
+    return value
+
+
+def _plain(name: str) -> str:
+    if not name or name in (".", "..") or "/" in name or "\\" in name or "\0" in name:
+        raise ValueError(f"{name!r} is no file of this folder")
+    return name
+
+
+def _tensor(name: str, value: Any) -> tuple[str, tuple[int, ...]]:
+    if not isinstance(value, list) or len(value) != 2 or not isinstance(value[1], list):
+        raise ValueError(f"tensor {name} is not given by a dtype and a shape")
+    kind, shape = value
+    if not isinstance(kind, str) or not isinstance(getattr(torch, kind, None), torch.dtype):
+        raise ValueError(f"tensor {name} has the dtype {str(kind)[:40]!r}")
+    return kind, tuple(_count(f"a size of {name}", size) for size in shape)

@@ -1,0 +1,194 @@
+"""`graphaccel.save`: a checkpoint of the whole run, complete or not there at all."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphaccel.checkpoint.contents import Contents, local
+from graphaccel.checkpoint.random_state import random_states
+from graphaccel.checkpoint.saver import Saver, saver_of
+from graphaccel.checkpoint.together import Together
+from graphaccel.checkpoint.writing import Job, as_file, not_saved
+from graphaccel.errors import GraphMisuse
+from graphaccel.progress import progress
+from graphaccel.runtime.agreement import SAVE
+
+Optimizer = torch.optim.Optimizer
+
+FOLDER = "GRAPHACCEL_CHECKPOINT"
+"""Environment variable with the folder of `graphaccel run --checkpoint FOLDER`."""
+_RESERVED = ("model", "optimizer")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One checkpoint. folder: its own. seconds: how long training stood still for it."""
+
+    step: int
+    folder: Path
+    seconds: float
+    _saver: Saver = field(repr=False)
+
+    def wait(self) -> None:
+        """Wait until it is complete. Raises CheckpointNotSaved (GA412) if it cannot be."""
+        self._saver.wait()
+
+
+def save(
+    folder: str | Path | None,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    step: int,
+    keep: int | None = None,
+    asynchronous: bool = False,
+    **more: Any,
+) -> Saved:
+    """Save a checkpoint of the run in a folder of its own inside `folder`.
+
+    Saved are the model, the optimizer, the random states of all ranks, the loss scale, the plan,
+    and `more`. Every rank calls it and writes its own part; the checkpoint counts as complete when
+    all have, and until then `load` reads the one before. It loads under any plan, on any number of
+    devices, and into the plain model.
+
+    folder: of all checkpoints of the run. None: the one given by `graphaccel run --checkpoint`.
+    step: the number of steps done.
+    keep: remove all but the newest `keep` complete checkpoints. Default: keep all.
+    asynchronous: return when everything is copied to host memory, and write in the background. One
+      save at a time: the next one waits for it, and raises its error.
+    more: by name, e.g. scheduler=scheduler, data=loader, ema=averaged, epoch=3: further models and
+      optimizers, objects with `state_dict` and `load_state_dict`, and plain values (numbers, texts,
+      tensors, lists and dicts of them).
+
+    Raises CheckpointNotSaved (GA412) on every rank if one could not write its part: the checkpoints
+    before are intact. GraphMisuse (GA407) for a value in `more` that is none of these.
+    """
+    started = time.monotonic()
+    root = folder_of(folder)
+    _check(step, keep)
+    contents = contents_of(model, optimizer, more)
+    handle = getattr(model, "graphaccel", None)
+    if handle is not None:
+        handle.agree(SAVE)
+    saver = saver_of(model)
+    saver.wait()
+    _same(saver.together, root, step, keep)
+    tensors, state = _copied(contents, saver, root, step, asynchronous)
+    plan = None if handle is None or handle.plan is None else json.loads(handle.plan.to_json())
+    random = as_file(random_states())
+    job = Job(saver.together, root, step, tensors, state, random, plan, keep)
+    path, number = job.open()
+    if asynchronous:
+        saver.start(job, path, number)
+    else:
+        job.write(path, number)
+    seconds = time.monotonic() - started
+    how = "training goes on while it is written" if asynchronous else "complete"
+    progress("saved", f"{path}, {how}", seconds)
+    return Saved(step, path, seconds, saver)
+
+
+def folder_of(folder: str | Path | None) -> Path:
+    """The folder that a script gave, or else `graphaccel run --checkpoint`."""
+    given = os.environ.get(FOLDER) if folder is None else folder
+    if not given or not isinstance(given, (str, Path)):
+        raise GraphMisuse(
+            what=f"the folder of the checkpoints is {folder!r}",
+            help_line="name one in the script, or start it by:  "
+            "graphaccel run --devices 2 --checkpoint checkpoints train.py",
+        )
+    return Path(given)
+
+
+def contents_of(model: nn.Module, optimizer: Optimizer | None, more: Mapping[str, Any]) -> Contents:
+    """What is saved or loaded, sorted by how. Raises GraphMisuse (GA407)."""
+    if not isinstance(model, nn.Module):
+        raise GraphMisuse(what=f"the model is a torch.nn.Module, not {type(model).__name__}")
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise GraphMisuse(
+            what=f"the optimizer is a torch.optim.Optimizer, not {type(optimizer).__name__}"
+        )
+    if taken := [name for name in more if name in _RESERVED]:
+        raise GraphMisuse(what=f"`{taken[0]}` is given twice")
+    models = {k: v for k, v in more.items() if isinstance(v, nn.Module)}
+    optimizers = {k: v for k, v in more.items() if isinstance(v, Optimizer)}
+    rest = {k: v for k, v in more.items() if k not in models and k not in optimizers}
+    objects = {k: v for k, v in rest.items() if hasattr(v, "load_state_dict")}
+    values = {k: v for k, v in rest.items() if k not in objects}
+    if any(p.is_meta for p in model.parameters()):
+        raise GraphMisuse(
+            what="the model is on the meta device until it has a plan",
+            help_line="graphaccel.optimize(model, optimizer, example_batch=batch)",
+        )
+    own = {} if optimizer is None else {"optimizer": optimizer}
+    return Contents({"model": model, **models}, own | optimizers, objects, values)
+
+
+def _check(step: int, keep: int | None) -> None:
+    if type(step) is not int or step < 0:
+        raise GraphMisuse(what=f"step is a whole number from 0, not {step!r}")
+    if keep is not None and (type(keep) is not int or keep < 1):
+        raise GraphMisuse(what=f"keep is a whole number from 1, not {keep!r}")
+
+
+def _same(together: Together, root: Path, step: int, keep: int | None) -> None:
+    """Raise GraphMisuse (GA407) on every rank where they save different steps."""
+    asked = together.each(lambda: (str(root), step, keep), lambda _, cause: GraphMisuse(what=cause))
+    if len(set(asked)) > 1:
+        odd = next(rank for rank, this in enumerate(asked) if this != asked[0])
+        raise GraphMisuse(
+            what=f"rank 0 saves step {asked[0][1]} in `{asked[0][0]}`, and rank {odd} step "
+            f"{asked[odd][1]} in `{asked[odd][0]}`",
+            help_line="give every rank the same arguments",
+        )
+
+
+def _copied(
+    contents: Contents, saver: Saver, root: Path, step: int, asynchronous: bool
+) -> tuple[dict[str, torch.Tensor], bytes]:
+    """Tensors to write, and the rest as a file. Collective."""
+    states, plain = contents.states()
+    held = local({**contents.weights(), **states})
+    tensors = {name: tensor.detach() for name, tensor in held.items()}
+    others = saver.together.each(lambda: plain, lambda _, cause: GraphMisuse(what=cause))
+    merged = {
+        name: {k: v for found in reversed(others) for k, v in found[name].items()} for name in plain
+    }
+    session = contents.session
+    scale = None if session is None else session.scale
+    state = {
+        "groups": contents.groups(),
+        "values": merged,
+        "extra": contents.extra_states(),
+        "objects": {name: value.state_dict() for name, value in contents.objects.items()},
+        "more": dict(contents.values),
+        "scale": None if scale is None else (float(scale.factor), int(scale.good_steps)),
+    }
+    content = saver.together.here(lambda: _plain_file(state), partial(not_saved, root, step))
+    return (saver.staging.copy(tensors) if asynchronous else tensors), content
+
+
+def _plain_file(state: Mapping[str, Any]) -> bytes:
+    """The file of everything but tensors, once it is known that it can be loaded again."""
+    for kind in ("more", "objects", "extra", "values", "groups"):
+        for name, value in state[kind].items():
+            try:
+                torch.load(io.BytesIO(as_file(value)), weights_only=True)
+            except Exception as error:
+                raise GraphMisuse(
+                    what=f"`{name}` is saved with more than tensors and plain values: "
+                    + str(error).splitlines()[0][:120],
+                    help_line="save what it is made of: numbers, texts, tensors, lists and dicts",
+                ) from None
+    return as_file(dict(state))

@@ -1,0 +1,40 @@
+"""Copies of tensors in host memory, from which a checkpoint is written while training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from graphaccel.checkpoint.contents import map_memory
+
+
+class Staging:
+    """One rank's host copies, kept from save to save; pinned beside a GPU."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Tensor] = {}
+
+    def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors with their memory on this rank copied; valid when this returns."""
+        made = {}
+        for name, tensor in tensors.items():
+            if isinstance(tensor, DTensor):
+                made[name] = tensor.detach().clone()
+            else:
+                made[name] = map_memory(tensor, lambda t, name=name: self._copied(name, t))
+        self._kept = {name: kept for name, kept in self._kept.items() if name in made}
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.current_stream().synchronize()
+        return made
+
+    def _copied(self, name: str, tensor: Tensor) -> Tensor:
+        kept = self._kept.get(name)
+        if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
+            pinned = tensor.device.type == "cuda"
+            kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+            self._kept[name] = kept
+        kept.copy_(tensor, non_blocking=True)
+        return kept

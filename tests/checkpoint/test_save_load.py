@@ -1,0 +1,248 @@
+"""Save and load on one process: what is restored, which checkpoint is the newest, what is kept."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemWriter
+
+import graphaccel
+from graphaccel import errors
+from graphaccel.checkpoint.manifest import read_manifest
+
+Run = tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]
+
+
+def build(seed: int = 0) -> Run:
+    """A model with dropout and buffers, its AdamW in two groups, a schedule."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    groups = [{"params": list(model[0].parameters()), "weight_decay": 0.1}]
+    groups.append({"params": [*model[2].parameters(), *model[3].parameters()]})
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+
+
+def train(run: Run, steps: int) -> list[float]:
+    model, optimizer, scheduler = run
+    losses = []
+    for _ in range(steps):
+        loss = model(torch.randn(6, 8)).square().mean() * (1 + random.random())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        losses.append(loss.item())
+    return losses
+
+
+def steps(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_resumed_run_is_the_undisturbed_one(tmp_path: Path) -> None:
+    run = build()
+    train(run, 3)
+    saved = graphaccel.save(
+        tmp_path, *run[:2], step=3, scheduler=run[2], position={"epoch": 1, "files": ["a", "b"]}
+    )
+    expected = train(run, 3)
+    other = build(seed=5)
+    random.random()
+    loaded = graphaccel.load(tmp_path, *other[:2], scheduler=other[2])
+    assert (loaded.step, loaded.folder) == (3, saved.folder)
+    assert loaded.more == {"position": {"epoch": 1, "files": ["a", "b"]}}
+    assert train(other, 3) == expected
+
+
+def test_an_empty_folder_is_the_start(tmp_path: Path) -> None:
+    model, optimizer, _ = build()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    for folder in (tmp_path, tmp_path / "not yet"):
+        assert graphaccel.load(folder, model, optimizer).step == 0
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_the_newest_is_the_one_saved_last(tmp_path: Path) -> None:
+    model, optimizer, _ = build()
+    for step in (20, 10, 10):  # back to step 10, twice
+        graphaccel.save(tmp_path, model, optimizer, step=step)
+    names = ["step-00000010", "step-00000010.2", "step-00000020"]
+    assert steps(tmp_path) == names
+    assert graphaccel.load(tmp_path, model).folder == tmp_path / names[1]
+    assert graphaccel.load(tmp_path / names[2], model).step == 20
+
+
+def test_the_last_ones_are_kept_and_what_did_not_complete_is_removed(tmp_path: Path) -> None:
+    model, optimizer, _ = build()
+    (tmp_path / "step-00000009").mkdir()
+    (tmp_path / "step-00000009" / "__0_0.distcp").write_bytes(b"half")
+    (tmp_path / "notes").mkdir()
+    assert graphaccel.load(tmp_path, model).step == 0
+    for step in range(1, 5):
+        graphaccel.save(tmp_path, model, optimizer, step=step, keep=2)
+    assert steps(tmp_path) == ["notes", "step-00000003", "step-00000004"]
+
+
+def test_a_manifest_says_what_is_there(tmp_path: Path) -> None:
+    model, optimizer, _ = build()
+    folder = graphaccel.save(tmp_path, model, optimizer, step=7).folder
+    manifest = read_manifest(folder)
+    assert manifest.step == 7
+    assert manifest.tensors["model.3.weight"] == ("float32", (4, 8))
+    assert manifest.files == {
+        path.name: path.stat().st_size for path in folder.iterdir() if path.suffix != ".json"
+    }
+    assert json.loads((folder / "manifest.json").read_text())["torch"] == torch.__version__
+
+
+def test_models_optimizers_and_objects_beside_the_model(tmp_path: Path) -> None:
+    run = build()
+    model, optimizer, _ = run
+    average = torch.optim.swa_utils.AveragedModel(model)
+    train(run, 2)
+    average.update_parameters(model)
+    other = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    model(torch.randn(6, 8)).sum().backward()
+    other.step()
+    more: dict[str, Any] = {"average": average, "other": other}
+    graphaccel.save(tmp_path, model, optimizer, step=2, **more)
+
+    model_2, optimizer_2, _ = build(seed=3)
+    average_2 = torch.optim.swa_utils.AveragedModel(model_2)
+    other_2 = torch.optim.SGD(model_2.parameters(), lr=0.1, momentum=0.9)
+    graphaccel.load(tmp_path, model_2, optimizer_2, average=average_2, other=other_2)
+    assert average_2.n_averaged == 1
+    assert other_2.param_groups[0]["lr"] == 0.5
+    for one, two in zip(average.parameters(), average_2.parameters(), strict=True):
+        assert torch.equal(one, two)
+    for p, q in zip(model.parameters(), model_2.parameters(), strict=True):
+        assert torch.equal(other.state[p]["momentum_buffer"], other_2.state[q]["momentum_buffer"])
+
+
+class _Counted(nn.Linear):
+    """A layer with an extra state."""
+
+    calls = 0
+
+    def get_extra_state(self) -> int:
+        return self.calls
+
+    def set_extra_state(self, state: int) -> None:
+        self.calls = state
+
+
+def test_extra_states_and_optimizers_with_plain_values(tmp_path: Path) -> None:
+    model = nn.Sequential(_Counted(4, 4))
+    model[0].calls = 3
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 4)).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    graphaccel.save(tmp_path, model, optimizer, step=1)
+    other = nn.Sequential(_Counted(4, 4))
+    other_optimizer = torch.optim.LBFGS(other.parameters(), max_iter=2)
+    graphaccel.load(tmp_path, other, other_optimizer)
+    assert other[0].calls == 3
+    first, second = (next(iter(o.state.values())) for o in (optimizer, other_optimizer))
+    assert first["func_evals"] == second["func_evals"]
+    assert all(map(torch.equal, first["old_dirs"], second["old_dirs"]))
+
+
+# --- in the background ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def writer(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]], None]:
+    """Run a function before each write of tensors."""
+    write = FileSystemWriter.write_data
+
+    def patched(before: Callable[[], None]) -> None:
+        def slowed(self: Any, *args: Any) -> Any:
+            before()
+            return write(self, *args)
+
+        monkeypatch.setattr(FileSystemWriter, "write_data", slowed)
+
+    return patched
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, writer: Any) -> None:
+    go = threading.Event()
+    writer(lambda: go.wait(30))
+    run = build()
+    train(run, 2)
+    saved = graphaccel.save(tmp_path, *run[:2], step=2, scheduler=run[2], asynchronous=True)
+    expected = train(run, 3)  # changes every tensor meanwhile
+    assert graphaccel.load(tmp_path, nn.Linear(1, 1)).step == 0  # not complete yet
+    go.set()
+    saved.wait()
+    other = build(seed=1)
+    assert graphaccel.load(tmp_path, *other[:2], scheduler=other[2]).step == 2
+    assert train(other, 3) == expected
+
+
+def test_a_failed_write_leaves_the_last_checkpoint(tmp_path: Path, writer: Any) -> None:
+    run = build()
+    graphaccel.save(tmp_path, *run[:2], step=1)
+
+    def fail() -> None:
+        raise OSError(28, "No space left on device", "somewhere")
+
+    writer(fail)
+    text = f"""\
+error[GA412]: the checkpoint of step 2 could not be saved in `{tmp_path}`
+  rank 0: No space left on device: 'somewhere'
+  newest complete checkpoint: {tmp_path}/step-00000001
+  why:  it counts only when every rank has written its part of it
+  help: make room, or save it where there is some:  graphaccel.save('checkpoints', model, optimizer, step=2)
+  explain: graphaccel explain GA412"""  # noqa: E501
+    with pytest.raises(errors.CheckpointNotSaved) as raised:
+        graphaccel.save(tmp_path, *run[:2], step=2)
+    assert str(raised.value) == text
+    assert steps(tmp_path) == ["step-00000001"]
+    saved = graphaccel.save(tmp_path, *run[:2], step=2, asynchronous=True)
+    with pytest.raises(errors.CheckpointNotSaved):  # at the next save, which then can be made
+        graphaccel.save(tmp_path, *run[:2], step=3)
+    saved.wait()
+    assert graphaccel.load(tmp_path, *run[:2]).step == 1
+
+
+def test_a_model_that_was_saved_can_be_copied_and_pickled(tmp_path: Path) -> None:
+    import copy
+    import pickle
+
+    model, optimizer, _ = build()
+    graphaccel.save(tmp_path, model, optimizer, step=1, asynchronous=True).wait()
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert graphaccel.save(tmp_path, other, step=2).step == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        ({"step": -1}, "step is a whole number from 0, not -1"),
+        ({"step": 1, "keep": 0}, "keep is a whole number from 1, not 0"),
+        ({"step": 1, "data": object()}, "`data` is saved with more than tensors and plain values"),
+    ],
+)
+def test_arguments(tmp_path: Path, arguments: Any, what: str) -> None:
+    model, optimizer, _ = build()
+    with pytest.raises(errors.GraphMisuse, match=what):
+        graphaccel.save(tmp_path, model, optimizer, **arguments)
+    assert graphaccel.load(tmp_path, model).step == 0
+    with pytest.raises(errors.GraphMisuse, match="the folder of the checkpoints is None"):
+        graphaccel.save(None, model, optimizer, step=1)
