@@ -452,7 +452,9 @@ class Handle:
                 raise GraphMisuse(
                     what=f"parameter `{name}` was frozen when the step was captured, and is not "
                     "any more",
-                    help_line="set requires_grad before optimize(), and learning rates later",
+                    help_line="have it captured as trainable, and freeze it after that:  "
+                    "graphaccel.optimize(model, optimizer, example_batch=batch); "
+                    "parameter.requires_grad_(False)",
                 )
 
     def _refuse_other(self, batch: Batch) -> None:
@@ -474,7 +476,9 @@ class Handle:
             raise GraphMisuse(
                 what="a forward in evaluation mode with gradients enabled, under "
                 + ("a pipeline" if self.plan.pipeline > 1 else "sharded parameters"),
-                help_line="with torch.no_grad():",
+                help_line="to evaluate:  with torch.no_grad(): output = model(batch)",
+                other_help="to train with dropout off and batch statistics fixed:  "
+                "model.eval(); model.training = True",
             )
         state = self._compiler.captures.state_digest(batch, training=self._model.training)
         given = self._agreement.check(EVALUATE, batch, state=state)

@@ -426,7 +426,10 @@ def _refuse_without_gradient(step: StepGraph) -> None:
             what="a training step in which no parameter gets a gradient",
             reason="the loss depends on no trained parameter, or only through ops whose gradient "
             "is zero everywhere",
-            help_line="with torch.no_grad():  # around a forward that trains nothing",
+            help_line="take away what has no gradient between parameters and loss: .detach(), "
+            "torch.no_grad(), argmax",
+            other_help="or call a forward that is not to train so:  "
+            "with torch.no_grad(): output = model(batch)",
         )
 
 

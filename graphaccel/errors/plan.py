@@ -250,15 +250,17 @@ class ScheduleRefused(GraphAccelError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class Unsupported(GraphAccelError):
-    """No plan supports this. what: e.g. "dtype torch.complex64 of parameter w"."""
+    """No plan supports this. what: e.g. "dtype torch.complex64 of parameter w". other_help: another
+    way out."""
 
     code = "GA208"
     what: str
     reason: str
     help_line: str = ""
+    other_help: str = ""
 
     def message(self) -> Message:
-        help_lines = (self.help_line,) if self.help_line else ()
+        help_lines = tuple(line for line in (self.help_line, self.other_help) if line)
         return Message(f"{self.what} is not supported", why=self.reason, help=help_lines)
 
 

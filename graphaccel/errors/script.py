@@ -214,14 +214,17 @@ class BatchChanged(GraphAccelError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class GraphMisuse(GraphAccelError):
-    """The optimized model was used in a way its graph does not allow. what: a whole sentence."""
+    """The optimized model was used in a way its graph does not allow. what: a whole sentence.
+    other_help: a second way out."""
 
     code = "GA407"
     what: str
     help_line: str = ""
+    other_help: str = ""
 
     def message(self) -> Message:
-        return Message(self.what, help=(self.help_line,) if self.help_line else ())
+        lines = tuple(line for line in (self.help_line, self.other_help) if line)
+        return Message(self.what, help=lines)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

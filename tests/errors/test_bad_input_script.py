@@ -208,7 +208,7 @@ def test_a_parameter_that_is_unfrozen_later() -> None:
     model.inner.requires_grad_(True)
     text = """\
 error[GA407]: parameter `inner.weight` was frozen when the step was captured, and is not any more
-  help: set requires_grad before optimize(), and learning rates later
+  help: have it captured as trainable, and freeze it after that:  graphaccel.optimize(model, optimizer, example_batch=batch); parameter.requires_grad_(False)
   explain: graphaccel explain GA407"""
     with refused(errors.GraphMisuse, text, model, optimizer):
         model(*batch)
@@ -350,7 +350,8 @@ def test_a_loss_without_a_gradient(planned: bool) -> None:
     text = """\
 error[GA208]: a training step in which no parameter gets a gradient is not supported
   why:  the loss depends on no trained parameter, or only through ops whose gradient is zero everywhere
-  help: with torch.no_grad():  # around a forward that trains nothing
+  help: take away what has no gradient between parameters and loss: .detach(), torch.no_grad(), argmax
+  help: or call a forward that is not to train so:  with torch.no_grad(): output = model(batch)
   explain: graphaccel explain GA208"""
     model = Counted()
     with refused(errors.Unsupported, text, model):
@@ -358,3 +359,10 @@ error[GA208]: a training step in which no parameter gets a gradient is not suppo
             graphaccel.plan(model, small_batch()[:1], devices=2)
         else:
             graphaccel.optimize(model, example_batch=small_batch()[:1])
+
+
+def test_a_forward_that_does_not_train_is_called_without_gradients() -> None:
+    model = Counted()
+    graphaccel.optimize(model, torch.optim.SGD(model.parameters()), devices=1)
+    with torch.no_grad():
+        assert model(*small_batch()[:1]).item() > 0

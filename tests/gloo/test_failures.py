@@ -243,10 +243,14 @@ def _evaluation_with_gradients() -> None:
     model.eval()
     text = """\
 error[GA407]: a forward in evaluation mode with gradients enabled, under a pipeline
-  help: with torch.no_grad():
+  help: to evaluate:  with torch.no_grad(): output = model(batch)
+  help: to train with dropout off and batch statistics fixed:  model.eval(); model.training = True
   explain: graphaccel explain GA407"""
     with refused(errors.GraphMisuse, text, model, optimizer):
         model(*batch)
+    model.training = True
+    model(*batch).backward()
+    model.training = False
     with torch.no_grad():
         assert model(*batch).item() > 0
 
