@@ -123,7 +123,7 @@ def repeated_joint(runs: Sequence[Run], short: Joint, longer: Sequence[Joint]) -
     """Graph, inputs and outputs of all layers; nodes of `longer` get the size expressions of
     `short`. Raises NotRepeated."""
     pattern = Pattern(runs, layered(*short), [layered(*each) for each in longer])
-    pattern.tell("dims", "sizes")
+    pattern.copy_metadata("dims", "sizes")
     made = Unfolded(pattern)
     return (
         made.module(short[0]),

@@ -67,14 +67,14 @@ class Run:
 def among(runs: Sequence[Run], counts: Sequence[int]) -> tuple[Run, ...]:
     """The runs in a model where each has as many layers as `counts` says: entries after a run in
     its container are renumbered."""
-    gone = [run.count - count for run, count in zip(runs, counts, strict=True)]
+    removed = [run.count - count for run, count in zip(runs, counts, strict=True)]
     return tuple(
         Run(
             run.path,
             run.first
             - sum(
                 less
-                for other, less in zip(runs, gone, strict=True)
+                for other, less in zip(runs, removed, strict=True)
                 if other.path == run.path and other.first < run.first
             ),
             count,
@@ -87,14 +87,14 @@ def copies(runs: Sequence[Run], name: str, kept: int | Sequence[int] = KEPT) -> 
     """The names, among all layers, of a module path or parameter. kept: layers of each run in the
     model that calls it `name`; a name in a run's second layer stands for all its copies."""
     counts = (kept,) * len(runs) if isinstance(kept, int) else tuple(kept)
-    found = name
+    name_of_all = name
     for run, few in zip(runs, among(runs, counts), strict=True):
         number, more = few.number(name), run.count - few.count
         if number == 1:
             return [run.entry(name, copy) for copy in range(1, more + 2)]
         if number is not None and number >= 0:  # the last such run is the innermost
-            found = run.entry(name, number + (more if number else 0))
-    return [found]
+            name_of_all = run.entry(name, number + (more if number else 0))
+    return [name_of_all]
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def items_of(layered: Layered, runs: Sequence[Run], copied: Sequence[int]) -> li
             name, kind, number = next(inputs, ("", None, False))
             items.append(Item(node, name, "input", ((), {}), [], kind, named=not number))
         elif node.op != "output":
-            call, refs = taken((node.args, node.kwargs))
+            call, refs = with_places((node.args, node.kwargs))
             section = node.meta.get("phase", "forward")
             items.append(
                 Item(node, node.meta.get("module") or module_path(node), section, call, refs)
@@ -168,7 +168,7 @@ def items_of(layered: Layered, runs: Sequence[Run], copied: Sequence[int]) -> li
     results: Any = layered.graph.output_node().args[0]
     specs = list(zip(layered.outputs, layered.output_kinds, strict=True))
     for value, (name, kind) in zip(results, specs, strict=True):
-        call, refs = taken(((value,), {}))
+        call, refs = with_places(((value,), {}))
         items.append(Item(None, name, "result", call, refs, kind))
     for _, row in groupby(items, lambda item: item.section):
         for item, layer in _layers(list(row), runs):
@@ -178,9 +178,9 @@ def items_of(layered: Layered, runs: Sequence[Run], copied: Sequence[int]) -> li
                     if 1 <= copy <= copied[number]:
                         item.middle, item.copy = number, copy
     _follow(items, layered.following)
-    given = [item for item in items if item.section == "input"]
+    input_items = [item for item in items if item.section == "input"]
     for own, names in (
-        (given, layered.input_values),
+        (input_items, layered.input_values),
         (items[-len(specs) :], layered.output_values),
     ):
         for item, name in zip(own, names, strict=False):
@@ -234,11 +234,11 @@ def _layers(items: Sequence[Item], runs: Sequence[Run]) -> Iterator[tuple[Item, 
 def _layer(path: str, runs: Sequence[Run]) -> _Layer | None:
     """The layer that contains a path."""
     numbers = [(run, run.number(path)) for run in runs]
-    found = [(run.path, run.first + number) for run, number in numbers if number is not None]
-    return found[-1] if found else None
+    layers = [(run.path, run.first + number) for run, number in numbers if number is not None]
+    return layers[-1] if layers else None
 
 
-def taken(value: Any) -> tuple[Any, list[fx.Node]]:
+def with_places(value: Any) -> tuple[Any, list[fx.Node]]:
     """A call's arguments with nodes replaced by `Place`, and the nodes in order."""
     refs: list[fx.Node] = []
 
@@ -280,33 +280,33 @@ def filler(call: Any) -> Callable[[Sequence[Any]], tuple[tuple[Any, ...], dict[s
     named = [(k, v) for k, v in kwargs.items() if _places(v)]
 
     def fill(refs: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        def taken(value: Any) -> Any:
+        def filled(value: Any) -> Any:
             if type(value) is Place:
                 return refs[value.at]
             return _mapped(value, lambda v: refs[v.at] if isinstance(v, Place) else v)
 
         new = list(args)
         for i, value in moving:
-            new[i] = taken(value)
-        return tuple(new), {**kwargs, **{k: taken(v) for k, v in named}} if named else kwargs
+            new[i] = filled(value)
+        return tuple(new), {**kwargs, **{k: filled(v) for k, v in named}} if named else kwargs
 
     return fill
 
 
 def _places(value: Any) -> bool:
     """Whether a value contains a `Place`."""
-    found: list[Any] = []
-    _mapped(value, lambda v: found.append(v) if isinstance(v, Place) else None)
-    return bool(found)
+    places: list[Any] = []
+    _mapped(value, lambda v: places.append(v) if isinstance(v, Place) else None)
+    return bool(places)
 
 
 def split(name: str) -> tuple[str, int]:
-    found = NUMBER.match(name)
-    return (found[1], int(found[2])) if found else (name, 0)
+    match = NUMBER.match(name)
+    return (match[1], int(match[2])) if match else (name, 0)
 
 
 def head(name: str, path: str | None = None) -> str:
     """A parameter's path without the number at its end, or the name of its placeholder, which ends
     like `path`."""
-    found = NUMBER.match(name) if NUMBER.match(name if path is None else path) else None
-    return found[1] if found else name
+    match = NUMBER.match(name) if NUMBER.match(name if path is None else path) else None
+    return match[1] if match else name

@@ -35,7 +35,7 @@ class Unfolded:
 
     def __init__(self, pattern: Pattern) -> None:
         self.pattern = pattern
-        self.makers = pattern.makers()
+        self.builders = pattern.builders()
         more = [run.count - pattern.kept for run in pattern.runs]
         middle = [item.middle for item in pattern.items]
         self.middle = np.array(middle)
@@ -62,8 +62,8 @@ class Unfolded:
     @cached_property
     def names(self) -> list[str]:
         """The names of the nodes."""
-        made = zip(self.makers[: len(self.read)], self.count.tolist(), strict=False)
-        flat = [name for maker, count in made for name in maker.all_named(count)]
+        builders = zip(self.builders[: len(self.read)], self.count.tolist(), strict=False)
+        flat = [name for builder, count in builders for name in builder.names_of_copies(count)]
         return [flat[i] for i in (self.start[self.item] + self.copy - 1)[: self.nodes].tolist()]
 
     def _distinct(self) -> bool:
@@ -71,10 +71,12 @@ class Unfolded:
         bases: dict[str, int] = {}
         counted: list[tuple[int, int, int, int]] = []
         plain: list[str] = []
-        for maker, count in zip(self.makers[: len(self.read)], self.count.tolist(), strict=False):
-            name = None if maker.item.named else maker.names["name"]
+        for builder, count in zip(
+            self.builders[: len(self.read)], self.count.tolist(), strict=False
+        ):
+            name = None if builder.item.named else builder.names["name"]
             if name is None or NUMBER.match(name.base):
-                plain += maker.all_named(count)
+                plain += builder.names_of_copies(count)
             else:
                 base = bases.setdefault(name.base, len(bases))
                 counted.append((base, name.number, name.step, count))
@@ -93,19 +95,19 @@ class Unfolded:
 
     def paths(self, rows: np.ndarray) -> list[str]:
         """The paths of several nodes."""
-        found = [""] * len(rows)
+        result = [""] * len(rows)
         items, copies = self.item[rows], self.copy[rows]
         order = np.argsort(items, kind="stable")
         for own in np.split(order, np.flatnonzero(np.diff(items[order])) + 1):
             index = int(items[own[0]])
             if known := self.read[index].meta.get("module", ""):
                 place = self.pattern.items[index].place
-                told = self.makers[index].all_whole(copies[own].tolist())
-                for at, path in zip(own.tolist(), told, strict=True):
-                    found[at] = known if path == place else path
-        return found
+                paths = self.builders[index].full_paths(copies[own].tolist())
+                for at, path in zip(own.tolist(), paths, strict=True):
+                    result[at] = known if path == place else path
+        return result
 
-    def told(self, values: list) -> np.ndarray:
+    def per_node(self, values: list) -> np.ndarray:
         """Values of the items that are nodes, repeated for each node."""
         return np.array(values)[self.item[: self.nodes]]
 
@@ -119,10 +121,10 @@ class Unfolded:
     @cached_property
     def results(self) -> list[int]:
         """The row of each result, -1 where it is not a node."""
-        found = np.full(len(self.item) - self.nodes, -1)
+        rows = np.full(len(self.item) - self.nodes, -1)
         of = self.reader >= self.nodes
-        found[self.reader[of] - self.nodes] = self.source[of]
-        return found.tolist()
+        rows[self.reader[of] - self.nodes] = self.source[of]
+        return rows.tolist()
 
     @property
     def input_values(self) -> list[str]:
@@ -137,7 +139,7 @@ class Unfolded:
         return [self._value(first + i, copy) for (i, _), copy in pairs]
 
     def _value(self, item: int, copy: int) -> str:
-        name = self.makers[item].names.get("value")
+        name = self.builders[item].names.get("value")
         return "" if name is None else name.at((), copy)
 
     # ---- the graph
@@ -147,30 +149,30 @@ class Unfolded:
         return deferred_module(root, self._graph, self)
 
     def _graph(self) -> fx.Graph:
-        return self.pattern.graph(self.makers)
+        return self.pattern.graph(self.builders)
 
     # ---- arithmetic
 
     def _order(self) -> tuple[np.ndarray, np.ndarray]:
         """(item, copy) of each row: items of one layer are adjacent, layer by layer."""
-        found: list[tuple[np.ndarray, np.ndarray]] = []
+        rows: list[tuple[np.ndarray, np.ndarray]] = []
         for run, group in self.pattern.groups():
             own = np.array(group)
             copies = np.arange(1, int(self.count[own[0]]) + 1)
             if self.pattern.down(run, group[0]):
                 copies = copies[::-1]
-            found.append((np.tile(own, len(copies)), np.repeat(copies, len(own))))
-        item, copy = (np.concatenate(column) for column in zip(*found, strict=True))
+            rows.append((np.tile(own, len(copies)), np.repeat(copies, len(own))))
+        item, copy = (np.concatenate(column) for column in zip(*rows, strict=True))
         return item, copy
 
     def _slots(self) -> tuple[np.ndarray, np.ndarray]:
         """(reader, source) rows of every argument that is a node, by reader and in order."""
-        told = [
+        columns = [
             (i, slot, ref.item, max(ref.near, 0), ref.step, ref.last)
-            for i, known in enumerate(self.pattern.learned)
-            for slot, ref in enumerate(known.refs)
+            for i, dependence in enumerate(self.pattern.dependences)
+            for slot, ref in enumerate(dependence.refs)
         ]
-        slots = np.array(told, dtype=np.int64).reshape(-1, 6)
+        slots = np.array(columns, dtype=np.int64).reshape(-1, 6)
         times = self.count[slots[:, 0]]
         reader, slot, target, near, step, last = np.repeat(slots, times, axis=0).T
         copy = np.arange(len(reader)) - np.repeat(np.cumsum(times) - times, times) + 1
@@ -194,17 +196,17 @@ class Unfolded:
         return rows[once], sources[once]
 
     def _inputs(self) -> tuple[list[tuple[int, str]], list[int]]:
-        given = np.array([node.op == "placeholder" for node in self.read])
-        rows = np.flatnonzero(given[self.item[: self.nodes]])
+        is_input = np.array([node.op == "placeholder" for node in self.read])
+        rows = np.flatnonzero(is_input[self.item[: self.nodes]])
         items, copies = self.item[rows].tolist(), self.copy[rows].tolist()
         pairs = zip(items, copies, strict=True)
-        return [(i, self.makers[i].whole(copy)) for i, copy in pairs], copies
+        return [(i, self.builders[i].full_path(copy)) for i, copy in pairs], copies
 
     def _outputs(self) -> tuple[list[tuple[int, str]], list[int]]:
         first = len(self.read)
         items, copies = self.item[self.nodes :].tolist(), self.copy[self.nodes :].tolist()
         pairs = zip(items, copies, strict=True)
-        return [(i - first, self.makers[i].path(copy)) for i, copy in pairs], copies
+        return [(i - first, self.builders[i].path(copy)) for i, copy in pairs], copies
 
 
 def unfolded_from(module: fx.GraphModule) -> Unfolded | None:

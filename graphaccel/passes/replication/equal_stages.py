@@ -17,7 +17,7 @@ from torch import fx
 
 from graphaccel.capture.blocks import block_of
 from graphaccel.ir.program import Value
-from graphaccel.ir.replication.layers import taken
+from graphaccel.ir.replication.layers import with_places
 from graphaccel.passes.outline_stages import Outline, StageOutline
 
 _TOLD = ("phase", "made_by", "bind", "scratch")  # what passes read of a node besides its call
@@ -130,7 +130,10 @@ class _Comparison:
         """Whether two nodes make the same call on corresponding inputs."""
         if a.target is not b.target or any(a.meta.get(k) != b.meta.get(k) for k in _TOLD):
             return False
-        (call, reads), (other, others) = taken((a.args, a.kwargs)), taken((b.args, b.kwargs))
+        (call, reads), (other, others) = (
+            with_places((a.args, a.kwargs)),
+            with_places((b.args, b.kwargs)),
+        )
         if len(reads) != len(others) or repr(call) != repr(other):
             return False
         if not all(self.nodes.get(x) is y for x, y in zip(reads, others, strict=True)):

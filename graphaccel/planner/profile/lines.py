@@ -164,14 +164,14 @@ class _Unfolding:
         return found[(rows.start[rows.item] + rows.copy - 1)[: rows.nodes]]
 
     def _place(self, index: int, copy: int) -> int:
-        name = self.rows.makers[index].names.get("origin")
+        name = self.rows.builders[index].names.get("origin")
         node = self.rows.read[index]
         origin = node.meta.get("origin", "") if name is None else name.at((), copy)
         return _place(node, origin, self.position)
 
     def _modules(self, place: np.ndarray) -> tuple[str, ...]:
         """The module of the first row at each position that has one."""
-        known = self.rows.told([bool(n.meta.get("module")) for n in self.rows.read])
+        known = self.rows.per_node([bool(n.meta.get("module")) for n in self.rows.read])
         rows = np.flatnonzero(known)
         positions, first = np.unique(place[rows], return_index=True)
         modules = [""] * len(self.position)
