@@ -36,7 +36,9 @@ from graphaccel.errors import BadFuel
 from graphaccel.ir.values import propagate
 from graphaccel.kernels.registry import fusion_named
 from graphaccel.kernels.spec import Fusion
-from graphaccel.passes.fusion.sites import Finder, Site, at, drop_copies, emit, unchanged
+from graphaccel.passes.fusion.find import Finder
+from graphaccel.passes.fusion.insert import insert, remove_layout_copies
+from graphaccel.passes.fusion.site import Site, mismatch, site_in
 from graphaccel.planner.plan.plan import Plan
 
 aten = torch.ops.aten
@@ -60,8 +62,8 @@ def _fused(step: StepGraph, plan: Plan) -> StepGraph:
         return step  # no need to differentiate anew
     nodes = list(forward.graph.graph.nodes)
     for _, _, other in others:
-        twins = dict(zip(nodes, other.graph.graph.nodes, strict=True))
-        _place(other, [at(s, twins) for s in sites])
+        counterparts = dict(zip(nodes, other.graph.graph.nodes, strict=True))
+        _place(other, [site_in(s, counterparts) for s in sites])
     _place(forward, sites)
     return assemble(
         forward,
@@ -77,15 +79,15 @@ def _fused(step: StepGraph, plan: Plan) -> StepGraph:
 
 def _fuel(sites: int) -> int:
     """How many of the sites are placed. Raises: BadFuel (GA705)."""
-    said = os.environ.get("GRAPHACCEL_FUEL")
-    if said is None:
+    fuel_text = os.environ.get("GRAPHACCEL_FUEL")
+    if fuel_text is None:
         return sites
     try:
-        fuel = int(said)
+        fuel = int(fuel_text)
     except ValueError:
         fuel = -1
     if fuel < 0:
-        raise BadFuel(value=said, sites=sites)
+        raise BadFuel(value=fuel_text, sites=sites)
     return fuel
 
 
@@ -101,13 +103,13 @@ def find_sites(
 def _fits(site: Site, other: ForwardGraph) -> bool:
     """Whether the op also matches at the other captured size with the same numbers (a factor that
     depends on a size would be taken for a constant)."""
-    twins = dict(zip(site.outputs[0].graph.nodes, other.graph.graph.nodes, strict=True))
+    counterparts = dict(zip(site.outputs[0].graph.nodes, other.graph.graph.nodes, strict=True))
     for node in site.inside:
         if torch.Tag.pointwise in getattr(node.target, "tags", ()):
-            if integers(node) != integers(twins[node]):
+            if integers(node) != integers(counterparts[node]):
                 return False
-    mode = fake_mode_of([n for n in twins.values() if n.op == "placeholder"])
-    return unchanged(at(site, twins), mode) is None
+    mode = fake_mode_of([n for n in counterparts.values() if n.op == "placeholder"])
+    return mismatch(site_in(site, counterparts), mode) is None
 
 
 def _prepared(forward: ForwardGraph, keep_outputs: bool) -> ForwardGraph:
@@ -144,14 +146,14 @@ def _cast_first(graph: fx.Graph) -> None:
         source, *dims = view.args
         assert isinstance(source, fx.Node)
         low = source.meta["val"].to(node.kwargs["dtype"])
-        turned = low.transpose(*dims)
-        if turned.stride() != node.meta["val"].stride():
+        transposed = low.transpose(*dims)
+        if transposed.stride() != node.meta["val"].stride():
             continue
         with graph.inserting_before(view):
             cast = graph.call_function(aten._to_copy.default, (source,), dict(node.kwargs))
         cast.meta = {**node.meta, "val": low}
         view.replace_input_with(source, cast)
-        view.meta["val"] = turned
+        view.meta["val"] = transposed
         node.replace_all_uses_with(view)
         graph.erase_node(node)
 
@@ -162,22 +164,22 @@ def _slice_first(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target is not aten.slice.Tensor:
             continue
-        product, dim, *ends = node.args
-        assert isinstance(product, fx.Node)
-        if product.target is not aten.linear.default or len(product.users) > 1:
+        linear, dim, *ends = node.args
+        assert isinstance(linear, fx.Node)
+        if linear.target is not aten.linear.default or len(linear.users) > 1:
             continue
-        whole = product.meta["val"]
-        if dim % whole.dim() == whole.dim() - 1 or whole.dim() < 3:
+        value = linear.meta["val"]
+        if dim % value.dim() == value.dim() - 1 or value.dim() < 3:
             continue
-        source, *weights = product.args
+        source, *weights = linear.args
         assert isinstance(source, fx.Node)
-        with graph.inserting_before(product):
+        with graph.inserting_before(linear):
             rows = graph.call_function(aten.slice.Tensor, (source, dim, *ends))
         rows.meta = {**node.meta, "val": aten.slice.Tensor(source.meta["val"], dim, *ends)}
-        product.args = (rows, *weights)
-        values = [n.meta["val"] if isinstance(n, fx.Node) else n for n in product.args]
-        product.meta["val"] = aten.linear.default(*values)
-        node.replace_all_uses_with(product)
+        linear.args = (rows, *weights)
+        values = [n.meta["val"] if isinstance(n, fx.Node) else n for n in linear.args]
+        linear.meta["val"] = aten.linear.default(*values)
+        node.replace_all_uses_with(linear)
         graph.erase_node(node)
 
 
@@ -186,8 +188,8 @@ def _place(forward: ForwardGraph, sites: Sequence[Site]) -> None:
     with fake_mode_of([n for n in module.graph.nodes if n.op == "placeholder"]):
         moved: dict[fx.Node, fx.Node] = {}
         for site in sites:
-            moved |= emit(module.graph, site, moved)
-        drop_copies(module.graph)
+            moved |= insert(module.graph, site, moved)
+        remove_layout_copies(module.graph)
     module.graph.eliminate_dead_code()
     module.graph.lint()
     module.recompile()

@@ -21,8 +21,8 @@ from graphaccel.ir.match import Pattern
 from graphaccel.kernels.spec import Fusion, T
 
 aten = torch.ops.aten
-PRODUCTS = ("linear", "addmm")
-_STANDS_FOR = "product_without_bias"
+MATMULS = ("linear", "addmm")
+_STANDS_FOR = "matmul_without_bias"
 
 
 def adds_bias(fusion: Fusion, pattern: Pattern) -> fx.Node | None:
@@ -41,51 +41,55 @@ def adds_bias(fusion: Fusion, pattern: Pattern) -> fx.Node | None:
     return None
 
 
-def of_product(fusion: Fusion, pattern: Pattern, kind: str) -> Pattern | None:
+def with_matmul(fusion: Fusion, pattern: Pattern, kind: str) -> Pattern | None:
     """The pattern with a matmul in place of a sum with a bias: "linear", or "addmm" and the reshape
     after it. None where the pattern adds no bias."""
     total = adds_bias(fusion, pattern)
     if total is None:
         return None
-    graph, made = fx.Graph(), {}
+    graph, copies = fx.Graph(), {}
     x, bias = total.args
     assert isinstance(x, fx.Node)
     for node in pattern.graph.nodes:
         if node is x:
             parts = [graph.placeholder(f"{x.name}_{part}") for part in ("left", "right")]
         elif node is total:
-            made[node] = _product(graph, kind, parts, made[bias], list(node.meta["val"].shape))
-            made[node].meta |= {"val": node.meta["val"], _STANDS_FOR: x.name}
+            copies[node] = _insert_matmul(
+                graph, kind, parts, copies[bias], list(node.meta["val"].shape)
+            )
+            copies[node].meta |= {"val": node.meta["val"], _STANDS_FOR: x.name}
         elif node.op == "output":
-            graph.output(map_arg(node.args[0], lambda n: made[n]))
+            graph.output(map_arg(node.args[0], lambda n: copies[n]))
         else:
-            made[node] = graph.node_copy(node, lambda n: made[n])
+            copies[node] = graph.node_copy(node, lambda n: copies[n])
     return Pattern(graph, pattern.numbers)
 
 
-def _product(graph: fx.Graph, kind: str, parts: list[fx.Node], bias: Any, size: list[int]) -> Any:
+def _insert_matmul(
+    graph: fx.Graph, kind: str, parts: list[fx.Node], bias: Any, size: list[int]
+) -> Any:
     if kind == "linear":
         return graph.call_function(aten.linear.default, (*parts, bias))
     flat = graph.call_function(aten.addmm.default, (bias, *parts))
     return graph.call_function(aten.reshape.default, (flat, size))
 
 
-def product_in(nodes: dict[fx.Node, fx.Node]) -> tuple[str, fx.Node] | None:
+def matmul_in(nodes: dict[fx.Node, fx.Node]) -> tuple[str, fx.Node] | None:
     """Of a match, pattern node → node: the input that stands for a matmul, and that matmul."""
-    for wanted, found in nodes.items():
-        if _STANDS_FOR in wanted.meta:
-            return wanted.meta[_STANDS_FOR], found
+    for pattern_node, node in nodes.items():
+        if _STANDS_FOR in pattern_node.meta:
+            return pattern_node.meta[_STANDS_FOR], node
     return None
 
 
-def without_bias(graph: fx.Graph, product: fx.Node) -> fx.Node:
+def without_bias(graph: fx.Graph, matmul: fx.Node) -> fx.Node:
     """The same matmul without its bias, inserted at the graph's insertion point."""
-    if product.target is aten.linear.default:
-        return _like(graph, product, aten.linear.default, *product.args[:2])
-    flat, size = product.args
+    if matmul.target is aten.linear.default:
+        return _like(graph, matmul, aten.linear.default, *matmul.args[:2])
+    flat, size = matmul.args
     assert isinstance(flat, fx.Node)
-    bare = _like(graph, flat, aten.mm.default, *flat.args[1:3])
-    return _like(graph, product, aten.reshape.default, bare, size)
+    unbiased = _like(graph, flat, aten.mm.default, *flat.args[1:3])
+    return _like(graph, matmul, aten.reshape.default, unbiased, size)
 
 
 def _like(graph: fx.Graph, old: fx.Node, target: Any, *args: Any) -> fx.Node:
