@@ -54,6 +54,8 @@ def with_batch(samples: Iterable[Sample]) -> Iterator[Sample]:
 def _candidates(sample: Sample) -> Iterable[tuple[Any, tuple[Any, Any], Any, tuple[int, ...]]]:
     """The call with twice the batch, in every tensor as long as the first one or in that alone; its
     halves; the halves exchanged; and what is not of the batch."""
+    if "offsets" in sample.kwargs:  # places in the batch, not part of an example; torch reads them
+        return  # without a check, past the end of a half
     leaves, spec = pytree.tree_flatten((sample.args, dict(sample.kwargs)))
     tensors = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
     long = [i for i in tensors if leaves[i].dim() > 0 and leaves[i].shape[0] > 0]
