@@ -27,7 +27,9 @@ from graphaccel.planner.plan.base_plan import PRECISIONS
 from graphaccel.planner.plan.plan import Plan, Precision, StageMemory
 from graphaccel.progress import progress
 from graphaccel.proof.comparison import Pair, pair_of
+from graphaccel.proof.eager_step import Subject
 from graphaccel.proof.gate import Gate, Now
+from graphaccel.proof.gathered import gathered
 from graphaccel.proof.planned import Given, Part, parts_of
 from graphaccel.proof.trial import run_trial
 from graphaccel.report.text import plan_report
@@ -42,7 +44,7 @@ from graphaccel.runtime.inductor import StageCompiler, check_compiler
 from graphaccel.runtime.init_tape import Record
 from graphaccel.runtime.loss_scale import LossScale
 from graphaccel.runtime.mesh import build_mesh
-from graphaccel.runtime.module import HandOut, Kept, detach, original_class
+from graphaccel.runtime.module import HandOut, Kept, detach, original_class, own_forward
 from graphaccel.runtime.parameters.all_gradients import AllGradients, clip_before
 from graphaccel.runtime.parameters.host import HostCopies
 from graphaccel.runtime.parameters.optimizer_step import OptimizerStep
@@ -211,7 +213,7 @@ class Handle:
         expected = None
         if self._gate.closed:
             pair = self._pair(batch)
-            self._gate.prove(pair)
+            self._gate.prove(step, pair)
             expected = self._gate.expect(pair, chosen, program, example=example)
         planned()
         self._agreement.count_optimizer_steps()
@@ -262,6 +264,21 @@ class Handle:
         step, sizes = self._compiler.capture(batch)
         batch = self._compiler.captures.with_numbers(step, batch)
         return pair_of(self._model, self._compiler.model.loss_fn, step, batch, sizes)
+
+    def _compared(self, batch: Batch) -> Pair | str:
+        """The model beside the step captured from this batch, on gathered weights where this rank
+        has shards; or why there is none. A collective then."""
+        if self._whole():
+            return self._pair(batch)
+        assert self._session is not None
+        pair = None
+        if self._devices == 1 or dist.get_rank() == 0:
+            captures = self._compiler.captures
+            step, sizes = self._compiler.capture(batch)
+            model, loss_fn = captures.skeleton(), self._compiler.model.loss_fn
+            subject = Subject(model, own_forward(model), loss_fn)
+            pair = Pair(subject, step, captures.with_numbers(step, batch), sizes)
+        return gathered(self._session, self._model, pair)
 
     def _before_steps(
         self, optimizer: Optimizer, session: Session, fused: bool, on_host: bool
@@ -329,7 +346,8 @@ class Handle:
         now = Now(
             batch,
             self._whole(),
-            lambda: self._pair(batch),
+            lambda: self._compiler.capture(batch)[0],
+            lambda: self._compared(batch),
             self.plan,
             compiled.program,
             self._session.mesh,
@@ -426,7 +444,7 @@ class Handle:
         step, program = self._compiler.compile(
             batch, self.plan, self._session.homes, self._session.groups
         )
-        self._gate.later(step, lambda: self._pair(batch), whole=self._whole())
+        self._gate.later(step, lambda: self._compared(batch), whole=self._whole())
         compiled = self._compiled(step, program, self.plan.microbatches, self.plan)
         return self._add(key, batch, step, compiled)
 
@@ -492,7 +510,7 @@ class Handle:
                 self._model.training,
                 self._session.groups,
             )
-            self._gate.later(step, lambda: self._pair(batch), whole=False)
+            self._gate.later(step, None, whole=False)
             variant = self._add(key, batch, step, self._compiled(step, program, 1, None))
         compiled = variant.compiled
         self._session.follow()

@@ -86,6 +86,10 @@ class Captures:
         progress("capture", f"{step.nodes:,} ops", time.perf_counter() - start)
         return step, self._sizes(step, batch)
 
+    def skeleton(self, *, training: bool = True) -> nn.Module:
+        """The model without data, with the current Python attributes of the user's."""
+        return self._fresh(training)
+
     def knows(self, batch: Batch, *, training: bool = True) -> bool:
         """Whether a step for this batch and the current Python state is cached."""
         steps = self._fitting_steps(batch, training)

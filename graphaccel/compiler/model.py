@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -186,6 +186,17 @@ def without_data(module: nn.Module) -> nn.Module:
     for hooks in (made._forward_hooks, made._forward_pre_hooks):
         hooks.clear()  # they run when the script calls its own model
     return made
+
+
+def with_data(made: nn.Module, tensors: Mapping[int, torch.Tensor]) -> nn.Module:
+    """A copy of a model of `without_data` that has data. tensors: values by the id of each
+    parameter and buffer of it."""
+    known: dict[int, Any] = {}
+    for parameter in made.parameters():
+        value = tensors[id(parameter)]
+        known[id(parameter)] = nn.Parameter(value, parameter.requires_grad)
+    known |= {id(buffer): tensors[id(buffer)] for buffer in made.buffers()}
+    return copied(made, known, made.modules())
 
 
 def follow_attributes(made: nn.Module, module: nn.Module) -> None:

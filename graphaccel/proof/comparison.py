@@ -41,12 +41,20 @@ class Setting:
 
 @dataclass(frozen=True)
 class Pair:
-    """A model and the step captured from it, with a batch and the values of its symbolic sizes."""
+    """A model and the step captured from it, with a batch and the values of its symbolic sizes.
+
+    of: the step of all layers, where model and step have a few of them (`proof.layers`). held:
+    bytes of weights in memory beside the model's. gathered: the model is a copy on gathered
+    weights.
+    """
 
     subject: Subject
     step: StepGraph
     batch: Batch
     sizes: Mapping[sympy.Symbol, int]
+    of: StepGraph | None = None
+    held: int = 0
+    gathered: bool = False
 
     def dtype(self, setting: Setting) -> torch.dtype:
         """The dtype that both compute in, for choosing bounds."""

@@ -11,12 +11,14 @@ from graphaccel.proof.results import Deviation, shown
 @dataclass(frozen=True)
 class Proof:
     """proved: whether it was compared and is equal. text: for the progress line. error: the largest
-    difference. again: not proved because of the values of this batch: another one may do."""
+    difference. again: not proved because of the values of this batch: another one may do. early:
+    not proved because the model has no weights yet."""
 
     proved: bool
     text: str
     error: float = 0.0
     again: bool = False
+    early: bool = False
 
 
 def judge(found: Sequence[Deviation], *, trained: bool, note: str = "") -> Proof:

@@ -14,16 +14,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import fx
+from torch import fx, nn
 
+from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH, evaluate
 from graphaccel.compat.torch.ops import is_view
 from graphaccel.errors import CaptureDiffers, GraphAccelError, StateFrozen
+from graphaccel.ir.replication.layers import NotRepeated
 from graphaccel.ir.values import tensors_of
 from graphaccel.progress import progress
 from graphaccel.proof.comparison import Pair, Setting, draws
 from graphaccel.proof.evidence import Proof, judge
 from graphaccel.proof.graph_step import GraphFailed
+from graphaccel.proof.layers import FEW, few_layers, first_difference, layers
 from graphaccel.proof.locate import Difference, difference_at, locate
 from graphaccel.proof.results import Deviation
 
@@ -37,22 +40,25 @@ _SEGMENTS = torch.ops.aten.segment_reduce.default
 _ROUGH = 1e-3
 """Bound in float32 where float64 is not available (a user's kernel without it)."""
 _SHOWN = 8
+_MEMORY = "not enough memory for eager and the graph on a few rows"
 
 
 @dataclass(frozen=True)
 class Differs:
     """values: what differs, a sentence each, in the setting in which it was observed. begins: the
-    first node that differs, where a node does."""
+    first node that differs, where a node does. note: what the names refer to, if not the model."""
 
     setting: Setting
     values: tuple[str, ...]
     begins: Difference | None
+    note: str = ""
 
     def error(self) -> CaptureDiffers:
         """The difference as an error."""
         shown = self.values[:_SHOWN]
         if len(self.values) > _SHOWN:
             shown += (f"and {len(self.values) - _SHOWN} more",)
+        shown += (self.note,) * bool(self.note)
         found = self.begins
         if found is None:
             return CaptureDiffers(values=shown, rows=self.setting.rows)
@@ -67,21 +73,22 @@ class Differs:
         )
 
 
-def prove(pair: Pair) -> Proof:
+def prove(pair: Pair | str) -> Proof:
     """Compare, and print the progress line about it. The user's model is not changed.
 
-    Where nothing can be compared the line says why. Raises CaptureDiffers (GA108), and what the
-    user's model raises in eager code.
+    Where nothing can be compared the line says why. pair: or why there is none.
+
+    Raises CaptureDiffers (GA108), and what the user's model raises in eager code.
     """
     start = time.perf_counter()
-    made = examine(pair)
+    made = Proof(False, pair) if isinstance(pair, str) else examine(pair)
     if isinstance(made, Differs):
         raise made.error()
     progress("proved" if made.proved else "not proved", made.text, time.perf_counter() - start)
     return made
 
 
-def prove_together(pair: Pair, ranks: int) -> Proof:
+def prove_together(pair: Pair | str, ranks: int) -> Proof:
     """`prove` on rank 0 for all ranks, which raise what it raises. A collective."""
     if ranks == 1:
         return prove(pair)
@@ -106,13 +113,41 @@ def examine(pair: Pair) -> Proof | Differs:
     Raises what the user's model raises in eager code.
     """
     if any(p.is_meta for p in pair.subject.model.parameters()):
-        return Proof(False, "the model has no weights yet to compare with eager")
+        text = "the model has no weights yet to compare with eager; it is compared when it has"
+        return Proof(False, text, early=True)
     if pair.sizes.get(BATCH) == 0:
         return Proof(False, "the batch has no rows", again=True)
+    made = _examine(pair)
+    if made is None and pair.of is None:
+        try:
+            pair = few_layers(pair)
+        except NotRepeated as reason:
+            return Proof(False, f"{_MEMORY}, and {reason}")
+        made = _examine(pair)
+    if made is None:
+        return Proof(False, f"{_MEMORY} of a few layers")
+    return made if pair.of is None else _of_all_layers(pair, pair.of, made)
+
+
+def _of_all_layers(pair: Pair, step: StepGraph, made: Proof | Differs) -> Proof | Differs:
+    """What a comparison of a few layers says about all of them."""
+    if isinstance(made, Differs):
+        return replace(made, note=f"in the model with {FEW} of its {layers(step)} layers")
+    if not made.proved:
+        return made
+    other = first_difference(step)
+    if other is None:
+        return replace(made, text=f"block by block, {layers(step)} layers: {made.text}")
+    node = None if other.node is None else difference_at(replace(pair, step=step), other.node)
+    return Differs(Setting(), (other.text,), node)
+
+
+def _examine(pair: Pair) -> Proof | Differs | None:
+    """Compare this model. None where memory does not suffice."""
     worst: Differs | Proof | None = None
     for rows in _rows(pair):
         if not affordable(pair, Setting(rows)):
-            return worst or Proof(False, "not enough memory for eager and the graph on a few rows")
+            return worst
         try:
             made = _verdict(pair, Setting(rows))
         except GraphFailed as error:
@@ -120,8 +155,11 @@ def examine(pair: Pair) -> Proof | Differs:
                 return _failed(pair, error)
             log.info("the graph of %d rows can not be run: %s", rows, error)
         except torch.OutOfMemoryError:
-            return worst or Proof(False, "not enough memory for eager and the graph on a few rows")
+            return worst
         except Exception as error:  # a model may raise anything
+            if rows is None and pair.gathered:
+                reason = f"{type(error).__name__}: {error}"
+                return Proof(False, f"eager code does not run on gathered weights: {reason[:200]}")
             if rows is None:
                 raise
             log.info("%d rows can not be compared: %s", rows, error)
@@ -246,18 +284,29 @@ def affordable(pair: Pair, setting: Setting) -> bool:
     sizes = dict(pair.sizes)
     if setting.rows is not None:
         sizes[BATCH] = setting.rows
-    parameters = list(pair.subject.model.parameters())
-    weights = sum(p.numel() * p.element_size() for p in parameters)
-    device = parameters[0].device
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-    else:
-        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") - weights
+    model = pair.subject.model
+    weights, free = _bytes_of(model), _free(model, pair.subject.device, pair.held)
     if 2 * weights > free / 2:  # without iterating over the nodes, of which there may be very many
         return False
     kept = sum(_bytes(node, sizes) for node in pair.step.graph.graph.nodes)
     need = 6 * weights + 2 * kept if setting.wide else 2 * weights + kept
     return need <= free / 2
+
+
+def room_for_weights(model: nn.Module, device: torch.device, copies: int) -> bool:
+    """Whether half of the memory of a device holds so many copies of a model's weights."""
+    return copies * _bytes_of(model) <= _free(model, device, 0) / 2
+
+
+def _bytes_of(model: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def _free(model: nn.Module, device: torch.device, held: int) -> int:
+    """Bytes of memory beside the weights of a model and `held`."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") - _bytes_of(model) - held
 
 
 def _bytes(node: fx.Node, sizes: dict) -> int:

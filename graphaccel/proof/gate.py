@@ -31,11 +31,13 @@ _OVERFLOW = "its gradients overflowed in fp16"
 @dataclass(frozen=True)
 class Now:
     """A training step that is about to run. whole: whether this rank holds every parameter in full.
-    pair: the model beside the step that was captured from this batch."""
+    step: what was captured for this batch. pair: the model beside it, on gathered weights where
+    they are not whole, or why there is none; a collective."""
 
     batch: Batch
     whole: bool
-    pair: Callable[[], Pair]
+    step: Callable[[], StepGraph]
+    pair: Callable[[], Pair | str]
     plan: Plan
     program: StepProgram
     mesh: Mesh
@@ -68,11 +70,11 @@ class Gate:
         self._on, self._ranks = on, ranks
         self._proved: set[int] = set()
         self._undecided: dict[int, int] = {}  # id of a step → how many more batches are compared
-        self._compared = False  # the batch of the next step, as far as is known
+        self._compared, self._early = False, False  # the batch of the next step, as far as is known
         self._left, self._reason = MORE, "weights are shards, and were written after optimize()"
         self._reference: _Reference | None = None
 
-    def prove(self, pair: Pair) -> None:
+    def prove(self, step: StepGraph, pair: Pair | str) -> None:
         """Compare the captured graph with eager code; with the next batch too, where the values of
         this one prove nothing. Raises CaptureDiffers (GA108)."""
         self.proving = True
@@ -80,31 +82,36 @@ class Gate:
             made = prove_together(pair, self._ranks)
         finally:
             self.proving = False
-        self._proved.add(id(pair.step))
-        self._compared = True
-        left = self._undecided.pop(id(pair.step), MORE + 1) - 1
-        if made.again and left:
-            self._undecided[id(pair.step)] = left
+        self._proved.add(id(step))
+        self._compared, self._early = not made.early, made.early
+        left = self._undecided.pop(id(step), MORE + 1) - 1
+        if (made.again or made.early) and left:
+            self._undecided[id(step)] = left
 
-    def later(self, step: StepGraph, pair: Callable[[], Pair], *, whole: bool) -> None:
-        """Check a step for a later batch; one from a capture of its own is compared like the first,
-        if this rank holds full weights.
+    def later(self, step: StepGraph, pair: Callable[[], Pair | str] | None, *, whole: bool) -> None:
+        """Check a step for a later batch; one from a capture of its own is compared like the first.
 
-        Raises CaptureDiffers (GA108).
+        pair: None where nothing can be compared. whole: whether this rank holds full weights: the
+        plan's step is then compared too. Raises CaptureDiffers (GA108).
         """
         if not self._on or id(step) in self._proved:
             return
-        if whole:
-            self.prove(pair())
-            self.closed, self._reference = True, None
+        if pair is not None:
+            self.prove(step, pair())
+            if whole:
+                self.closed, self._reference = True, None
         else:
             progress("not proved", f"a new capture: {_SHARDS}", 0.0)
             self._proved.add(id(step))
 
     def expect(
         self, pair: Pair, plan: Plan, program: StepProgram, *, example: bool
-    ) -> Expected | str:
-        """What a step of this batch must give; called while weights are full."""
+    ) -> Expected | str | None:
+        """What a step of this batch must give; called while weights are full. None where the model
+        has no weights yet: it is then asked for before the first step."""
+        if self._early:
+            self._reason = "no device ever had all weights"
+            return None
         return expect_together(pair, plan, program, self._ranks, example=example)
 
     def keep(
@@ -136,7 +143,9 @@ class Gate:
         if known is None or (known.example and self._changed(known, model)):
             made: Expected | str = self._reason
             if now.whole:
-                made = self.expect(now.pair(), now.plan, now.program, example=False)
+                pair = now.pair()
+                assert isinstance(pair, Pair)
+                made = expect_together(pair, now.plan, now.program, self._ranks, example=False)
             elif known is not None and isinstance(known.made, str):
                 made = known.made
             known = self._reference = _Reference(made, now.batch, trial)
@@ -152,13 +161,9 @@ class Gate:
 
     def _decide(self, now: Now) -> None:
         """Compare a captured graph of which an earlier batch proved nothing."""
-        if not now.whole:
-            self._undecided.clear()
-            progress("not proved", f"the captured graph: {_SHARDS}", 0.0)
-            return
-        pair = now.pair()
-        if id(pair.step) in self._undecided:
-            self.prove(pair)
+        step = now.step()
+        if id(step) in self._undecided:
+            self.prove(step, now.pair())
 
     def spoilt(self, overflow: Tensor | None) -> None:
         """Skip the comparison of an fp16 step whose gradients overflowed."""

@@ -109,3 +109,40 @@ def planted(faulty: nn.Module, true: nn.Module, given: Batch, loss_fn: Any = Non
 def plain_step() -> Any:
     """The step of `Net()`, captured once."""
     return captured(seeded(Net), batch())
+
+
+class Layer(nn.Module):
+    """x + linear(gelu(x)), with a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("shift", torch.linspace(0, 1, 8))
+        self.middle = lambda x: x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.middle(self.linear(F.gelu(x + self.shift)))
+
+
+class Deep(nn.Module):
+    """DEEP identical layers between two linear ones; returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
+        self.layers = nn.ModuleList([Layer() for _ in range(DEEP)])
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return F.mse_loss(self.last(x), target)
+
+
+DEEP = 9
+
+
+@functools.cache
+def deep_step() -> Any:
+    """The step of `Deep()`, captured once."""
+    return captured(seeded(Deep), batch())
