@@ -26,9 +26,10 @@ from graphaccel.sharding.apply.shard_axis import shard_axis
 from graphaccel.sharding.apply.sharding_cache import Drafts
 from graphaccel.sharding.rules.propagate import REPLICATED
 from graphaccel.sharding.rules.shard import Placement, shard_of
+from graphaccel.sharding.rules.solution import Placements
 from graphaccel.sharding.solve.conversions import Counted, Rates
 from graphaccel.sharding.solve.head_parallel import HeadsDoNotDivide
-from graphaccel.sharding.solve.placements import Placements, solve_placements
+from graphaccel.sharding.solve.placements import solve_placements
 from graphaccel.sharding.solve.transfer_placements import placed_alike
 
 T = TypeVar("T")

@@ -23,7 +23,8 @@ from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.search.bounds import over_parameters
 from graphaccel.planner.search.candidates import Layout
 from graphaccel.sharding.rules.shard import Shard
-from graphaccel.sharding.solve.placements import Placements, solve_placements
+from graphaccel.sharding.rules.solution import Placements
+from graphaccel.sharding.solve.placements import solve_placements
 from graphaccel.sharding.solve.transfer_placements import placed_alike
 from tests.graph.test_repeat_layers import LAYERS, captured
 

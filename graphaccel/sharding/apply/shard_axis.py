@@ -7,7 +7,7 @@ before (tensor axis of 2, %w1 sharded on dim 0, %w2 on dim 1)
                                                     %wait_tensor: = wait_tensor(%all_reduce)
                                                     %z: f32[8,16] = aten.add(%wait_tensor, %x)
 
-Placements are decided before (`sharding.solve.placements`). A conversion is inserted just before
+Placements are decided before (`sharding.rules.solution`). A conversion is inserted just before
 the first call that needs it and is shared by all that do; one for a result alone, right after the
 value is computed.
 """
@@ -35,11 +35,11 @@ from graphaccel.sharding.apply.graph_builder import Emitter, set_value
 from graphaccel.sharding.apply.lowerings import items, lower
 from graphaccel.sharding.apply.padding import Padding
 from graphaccel.sharding.apply.token_dispatch import ChosenRows
+from graphaccel.sharding.rules.call_values import source_of
 from graphaccel.sharding.rules.notation import output_shapes, tensor_arguments
 from graphaccel.sharding.rules.propagate import PARTIAL, REPLICATED
-from graphaccel.sharding.rules.shard import Placement, Row, Shard
-from graphaccel.sharding.solve.conversions import passes_in_order
-from graphaccel.sharding.solve.placements import Placements, source_of
+from graphaccel.sharding.rules.shard import Placement, Row, Shard, passes_in_order
+from graphaccel.sharding.rules.solution import Placements
 
 aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)

@@ -56,6 +56,12 @@ def shard_of(dim: int, outer: int, shape: Sequence[int], ranks: int) -> Shard:
     return Shard(dim, outer, -shape[dim] % ranks if outer == 1 else 0)
 
 
+def passes_in_order(shard: Shard, shape: Sequence[int], ranks: int) -> bool:
+    """Whether rows on the ranks of their experts can be exchanged with ranks that have equally many
+    of them, in order."""
+    return shard.dim == 0 and shape[0] % ranks == 0
+
+
 Placement: TypeAlias = Shard | str
 
 

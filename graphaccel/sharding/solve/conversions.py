@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -75,12 +74,6 @@ def conversion_seconds(
         copies = 0.0 if source == Shard(0) else 2 * size / r.memory
         return (n - 1) * latency + passing + copies + r.launch
     return (n - 1) * latency + passing / n + 2 * size / n / r.memory + 2 * r.launch
-
-
-def passes_in_order(shard: Shard, shape: Sequence[int], ranks: int) -> bool:
-    """Whether rows on the ranks of their experts can be exchanged with ranks that have equally many
-    of them, in order."""
-    return shard.dim == 0 and shape[0] % ranks == 0
 
 
 def _by_experts(

@@ -20,8 +20,8 @@ from itertools import chain
 import torch
 from torch import fx
 
+from graphaccel.sharding.rules.call_values import Value, source_of, tensor_of
 from graphaccel.sharding.rules.shard import Row, Shard, Shards, shard_of
-from graphaccel.sharding.solve.call_values import Value, source_of, tensor_of
 
 aten = torch.ops.aten
 _sends = torch.ops._c10d_functional

@@ -13,7 +13,6 @@ finds, depending on which dims may be sharded on the axis (`sharding.solve.shard
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
@@ -25,10 +24,11 @@ from torch.utils.flop_counter import flop_registry
 from graphaccel.capture.export import GraphInput, GraphOutput
 from graphaccel.ir.calls import counted_packet, is_causal
 from graphaccel.sharding.rules import collectives
+from graphaccel.sharding.rules.call_values import Value, shapes_of, source_of, tensor_of
 from graphaccel.sharding.rules.notation import output_shapes, tensor_arguments
 from graphaccel.sharding.rules.propagate import REPLICATED
 from graphaccel.sharding.rules.shard import Placement, Row, Shard, Shards
-from graphaccel.sharding.solve.call_values import Value, shapes_of, source_of, tensor_of
+from graphaccel.sharding.rules.solution import Placements
 from graphaccel.sharding.solve.conversions import ALL, Counted, Rates
 from graphaccel.sharding.solve.conversions import conversion_seconds as priced
 from graphaccel.sharding.solve.refusals import refusal
@@ -40,30 +40,6 @@ _STATE_PASSES = 64
 _LATE = 0.5  # share of a gradient all-reduce's cost that is not overlapped
 _UNFINISHED = frozenset(collectives.RULES) - {torch.ops._c10d_functional.wait_tensor.default}
 _FRACTION = 8  # of a median message: the most that latency costs
-
-
-@dataclass(frozen=True)
-class Placements:
-    """The solution.
-
-    rows: strategy of every call that has a choice. held: placements of parameters and buffers, by
-    placeholder. versions: the second placement of values that are kept in two. seconds: its cost.
-    guessed: calls that were not solved exactly.
-    """
-
-    rows: Mapping[fx.Node, Row] = field(repr=False)
-    held: Mapping[fx.Node, Placement] = field(repr=False)
-    versions: Mapping[Value, Placement] = field(repr=False)
-    seconds: float
-    guessed: tuple[fx.Node, ...] = ()
-
-    def of(self, value: Value) -> Placement:
-        """The placement in which a value is computed."""
-        node, position = value
-        if node in self.held:
-            return self.held[node]
-        row = self.rows.get(node)
-        return REPLICATED if row is None else row.outputs[position]
 
 
 def solve_placements(

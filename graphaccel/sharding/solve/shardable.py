@@ -16,6 +16,15 @@ from torch import fx
 
 from graphaccel.capture.export import GraphInput, GraphOutput
 from graphaccel.capture.symbols import BATCH, SEQUENCE
+from graphaccel.sharding.rules.call_values import (
+    Value,
+    free_nodes,
+    looks,
+    signature,
+    source_of,
+    splits_batch,
+    tensor_of,
+)
 from graphaccel.sharding.rules.notation import output_shapes, shape_of, tensor_arguments
 from graphaccel.sharding.rules.propagate import REPLICATED
 from graphaccel.sharding.rules.shard import (
@@ -28,15 +37,6 @@ from graphaccel.sharding.rules.shard import (
     shards_of,
 )
 from graphaccel.sharding.rules.strategies import rows_of
-from graphaccel.sharding.solve.call_values import (
-    Value,
-    free_nodes,
-    looks,
-    signature,
-    source_of,
-    splits_batch,
-    tensor_of,
-)
 from graphaccel.sharding.solve.head_parallel import (
     ByHeads,
     HeadsDoNotDivide,

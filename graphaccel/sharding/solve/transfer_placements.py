@@ -17,10 +17,10 @@ from torch import fx
 
 from graphaccel.capture.export import GraphInput
 from graphaccel.ir.replication.layers import Run
+from graphaccel.sharding.rules.call_values import source_of
 from graphaccel.sharding.rules.notation import output_shapes, tensor_arguments
 from graphaccel.sharding.rules.shard import Shard
-from graphaccel.sharding.solve.call_values import source_of
-from graphaccel.sharding.solve.placements import Placements
+from graphaccel.sharding.rules.solution import Placements
 
 
 def placed_alike(
