@@ -21,14 +21,15 @@ from graphaccel.compiler.captures import Captures
 from graphaccel.compiler.model import Model, tensor_bytes
 from graphaccel.compiler.ort_regions import Regions
 from graphaccel.compiler.probe_routing import fullest_memory, share_of, tried_choices
+from graphaccel.compiler.profile_graph import localised
+from graphaccel.compiler.programs import Target, build, placed_programs
 from graphaccel.errors import BatchNotDivisible, GraphAccelError, NoLoss, PlanMismatch
 from graphaccel.errors.messages import format_bytes
 from graphaccel.ir.program import Sharded, StepProgram
 from graphaccel.kernels.registry import enabled, without_tensor_axis
 from graphaccel.passes.exact_microbatch import mixes_examples, split_limits
-from graphaccel.passes.pipeline import build, placed_fusions, prepared
+from graphaccel.passes.pipeline import placed_fusions, prepared
 from graphaccel.passes.place_ort import Tools
-from graphaccel.passes.profile_graph import localised
 from graphaccel.planner.cluster.cluster import Cluster, cluster_name
 from graphaccel.planner.estimate.optimizer_memory import NOTHING, Stepping
 from graphaccel.planner.memory.exact_memory import UNEVEN, Resident, Sample, rank_curve, rank_memory
@@ -267,7 +268,8 @@ class Compiler:
         given = plan is self.plan
         if not plan.rates:
             plan = replace(plan, rates=rates_of(self.cluster, plan))
-        program = build(step, plan, sizes=sizes, ort=self._tools(plan))
+        target = Target(sizes, ort=self._tools(plan))
+        plan, program = placed_programs(step, plan, target, self.path)
         schedule = schedule_of(plan, program)
         resident = self._resident(batch, plan, program, schedule)
         chosen = self._routed(step, plan, batch, sizes, given)
@@ -386,9 +388,10 @@ class Compiler:
         _check_loss(step, plan)
         outputs = plan.outputs if step.has_loss else "all"
         same = step.fingerprint == plan.graph
+        own = plan.decided(batch=size, outputs=outputs, axis_placements=())
         return step, build(
             step,
-            plan.decided(batch=size, outputs=outputs),
+            own,
             sizes=sizes,
             homes=None if same else homes,
             resting=self.resting,
@@ -409,7 +412,9 @@ class Compiler:
         fixed = plan.model_parallel_size == 1
         step, sizes = self.captures.of(batch, training=training, fixed=fixed)
         size = sizes.get(BATCH, step.batch_size)
-        alone = plan.decided(data=1, microbatches=1, recompute=(), outputs="all", batch=size)
+        alone = plan.decided(
+            data=1, microbatches=1, recompute=(), outputs="all", batch=size, axis_placements=()
+        )
         return step, build(
             step,
             alone,

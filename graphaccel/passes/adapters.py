@@ -31,7 +31,7 @@ from graphaccel.passes.recompute_casts import recompute_casts
 from graphaccel.passes.reduce_shards import reduce_shards
 from graphaccel.passes.scatter_sends import scatter_sends
 from graphaccel.passes.select_matmul_backend import select_matmul_backend
-from graphaccel.passes.shard_axes import LocalGraph, shard_axes
+from graphaccel.passes.shard_axes import shard_axes
 from graphaccel.passes.shard_gradients import shard_gradients
 from graphaccel.passes.split_phases import split_phases
 from graphaccel.passes.split_weights import split_weights, with_weights
@@ -40,6 +40,7 @@ from graphaccel.passes.two_pass_head import two_pass_head
 from graphaccel.passes.upload_parameters import upload_parameters
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.plan.zero import owned_shards
+from graphaccel.sharding.apply.local_graph import LocalGraph
 
 _CAST = torch.ops.aten._to_copy.default
 
@@ -59,12 +60,12 @@ def run_fuse(c: Context) -> Context:
 
 def run_synchronise_batch_norm(c: Context) -> Context:
     """Sums the batch norms of the step over the data axis."""
-    return replace(c, step=synchronise_batch_norm(c.step, c.plan))
+    return _rewritten(c, synchronise_batch_norm, (c.plan.data > 1, c.plan.precision.scaled))
 
 
 def run_drop_backward(c: Context) -> Context:
-    """Only where no gradients are wanted."""
-    return c if c.gradients else replace(c, step=drop_backward(c.step, c.plan))
+    """Only where no gradients are wanted; once for all plans."""
+    return c if c.gradients else _rewritten(c, drop_backward, ())
 
 
 # ---- one rank
@@ -77,7 +78,7 @@ def run_exact_microbatch(c: Context) -> Context:
 
 def run_shard_axes(c: Context) -> Context:
     """The graph of one microbatch → that of one rank."""
-    axes = shard_axes(c.part.graph, c.step, c.plan, c.fixed.resting, twin=c.transfer)
+    axes = shard_axes(c.part.graph, c.step, c.plan)
     return of_rank(c, c.part, axes)
 
 

@@ -17,8 +17,8 @@ from graphaccel.passes.cut_stages import StagedGraph
 from graphaccel.passes.exact_microbatch import LocalStep
 from graphaccel.passes.outline_stages import StageOutline, outline_stages
 from graphaccel.passes.place_ort import Tools
-from graphaccel.passes.shard_axes import Alike, LocalGraph
 from graphaccel.planner.plan.plan import Plan
+from graphaccel.sharding.apply.local_graph import LocalGraph
 
 Sizes: TypeAlias = Mapping[sympy.Symbol, int]
 
@@ -41,8 +41,7 @@ class Context:
     step, plan, sizes, gradients, fixed, ort: as `pipeline.build` takes them; the first passes
     rewrite the step.
     local: the step of one microbatch of one data rank. axes: its graph on one rank of the tensor,
-    context and expert axes, rewritten in place from then on; transfer: placements of another
-    number of layers that it adopts.
+    context and expert axes, rewritten in place from then on.
     owned, unsharded: parameter → what ZeRO shards of it, or why it stays replicated.
     staged: the stage of every node. shared: parameter → stages, for those that several stages hold.
     outlines: the stages that are rewritten; None before they are outlined.
@@ -59,7 +58,6 @@ class Context:
     ort: Tools | None = None
     local: LocalStep | None = None
     axes: LocalGraph | None = None
-    transfer: Alike | None = None
     owned: Mapping[str, Owned] = field(default_factory=dict)
     unsharded: Mapping[str, str] = field(default_factory=dict)
     staged: StagedGraph | None = None

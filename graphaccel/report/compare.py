@@ -59,6 +59,9 @@ def said(name: str, value: Any) -> str:
     """A decision's value in short."""
     if name in _SIZES and isinstance(value, int):
         return format_bytes(value)
+    if name == "axis_placements":
+        kinds = (f"{len(own)} kinds of blocks on {axis}" for axis, own in value)
+        return ", ".join(kinds) or "none"
     if name == "selective":
         value = tuple(block for own in value for block in own.blocks)
     if isinstance(value, tuple):

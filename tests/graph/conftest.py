@@ -13,7 +13,7 @@ from graphaccel.capture.batch import as_call, flatten_call
 from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.compiler.compiler import Compiler
 from graphaccel.compiler.model import Model, as_batch
-from graphaccel.passes.profile_graph import localised
+from graphaccel.compiler.profile_graph import localised
 from graphaccel.planner.cluster.cluster import Cluster, Device, Link
 from graphaccel.planner.profile.layout_profiles import Layouts, rates_of
 from graphaccel.planner.profile.profile import Profile

@@ -13,12 +13,12 @@ from torch import fx
 from graphaccel.capture.batch import flatten_call
 from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.compiler.model import without_data
+from graphaccel.compiler.profile_graph import localised
 from graphaccel.ir.replication.layers import KEPT, among
 from graphaccel.ir.text import graph_text
-from graphaccel.passes import shard_axes as module
 from graphaccel.passes.exact_microbatch import exact_microbatch
-from graphaccel.passes.profile_graph import localised
-from graphaccel.passes.shard_axes import Alike, shard_axes
+from graphaccel.planner.placement import solve_axes as module
+from graphaccel.planner.placement.solve_axes import Request, Transfer, solve_axes
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.search.bounds import over_parameters
 from graphaccel.planner.search.candidates import Layout
@@ -46,20 +46,19 @@ def test_told_is_what_solving_finds(
         exact_microbatch(step, plan, deep.sizes).graph for step in (few.longer[0], few.short)
     )
     (run,) = among(few.runs, (KEPT,))
-    deeper = Alike(shard_axes(more, few.longer[0], plan), few.longer[0].inputs, run, 1)
-    assert set(deeper.made.placed) == set(axes)
-    solved = shard_axes(less, few.short, plan)
-    monkeypatch.setattr(module, "solve_placements", None)  # told, then, or this fails
-    told = shard_axes(less, few.short, plan, twin=deeper)
-    assert graph_text(told.graph.graph) == graph_text(solved.graph.graph)
-    assert (told.resting, told.partial, told.guessed) == (
-        solved.resting,
-        solved.partial,
-        solved.guessed,
-    )
-    shorter = Alike(told, few.short.inputs, run, -1)
-    again = shard_axes(more, few.longer[0], plan, twin=shorter)
-    assert graph_text(again.graph.graph) == graph_text(deeper.made.graph.graph)
+    request = Request(plan)
+    solved = solve_axes(more, few.longer[0], request)
+    deeper = Transfer(solved, few.longer[0].inputs, run, 1)
+    assert set(solved.placed) == set(axes)
+    wanted = solve_axes(less, few.short, request).local
+    monkeypatch.setattr(module, "solve_placements", None)  # copied, then, or this fails
+    copied = solve_axes(less, few.short, request, deeper)
+    told = copied.local
+    assert graph_text(told.graph.graph) == graph_text(wanted.graph.graph)
+    assert (told.resting, told.partial) == (wanted.resting, wanted.partial)
+    shorter = Transfer(copied, few.short.inputs, run, -1)
+    again = solve_axes(more, few.longer[0], request, shorter).local
+    assert graph_text(again.graph.graph) == graph_text(solved.local.graph.graph)
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +112,7 @@ def test_nothing_is_told_where_it_is_not_plain(deep: StepGraph) -> None:
     more = exact_microbatch(longer, plan, deep.sizes).graph
     less = exact_microbatch(short, plan, deep.sizes).graph
     (run,) = among(few.runs, (KEPT,))
-    graph, known = shard_axes(more, longer, plan).placed["context"]
+    graph, known = solve_axes(more, longer, Request(plan)).placed["context"]
 
     def told(placed: Placements = known, less: fx.GraphModule = less) -> Placements | None:
         return placed_alike(placed, graph, longer.inputs, less.graph, short.inputs, run, 1)

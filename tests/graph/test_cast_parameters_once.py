@@ -14,11 +14,11 @@ from graphaccel.capture.batch import as_call, flatten_call
 from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.compiler.compiler import Compiler
 from graphaccel.compiler.model import Model, as_batch
+from graphaccel.compiler.programs import build
 from graphaccel.errors import BadPin
 from graphaccel.ir.program import StageProgram
 from graphaccel.ir.values import returned
 from graphaccel.passes.lower_precision import lower_precision
-from graphaccel.passes.pipeline import build
 from graphaccel.planner.cluster.cluster import Cluster
 from graphaccel.planner.plan.base_plan import PRECISIONS
 from graphaccel.planner.plan.limits import Limits

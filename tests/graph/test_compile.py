@@ -18,9 +18,9 @@ from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.compat.torch.graphs import BoxedCode
 from graphaccel.compat.torch.onednn import opaque_linear
 from graphaccel.compat.torch.ops import written_arguments
+from graphaccel.compiler.programs import build
 from graphaccel.errors import CompileFailed
 from graphaccel.ir.program import StageProgram
-from graphaccel.passes.pipeline import build
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.runtime import inductor
 from graphaccel.runtime.inductor import StageCompiler

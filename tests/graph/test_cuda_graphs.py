@@ -15,13 +15,13 @@ import graphaccel
 from graphaccel import optimized_model as handle
 from graphaccel.capture.batch import as_call, flatten_call
 from graphaccel.capture.stepgraph import capture
+from graphaccel.compiler.programs import build
 from graphaccel.errors import CaptureFailed
 from graphaccel.ir.program import StageProgram
 from graphaccel.kernels.expert_rows import EXCHANGE
 from graphaccel.kernels.host_copy import TO_HOST
 from graphaccel.kernels.register import op_of
 from graphaccel.kernels.registry import fusion_named
-from graphaccel.passes.pipeline import build
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.runtime.cuda_graphs import MOST, WARM, StepGraphs, declined
 from graphaccel.sharding.apply.random_parts import DROPOUT_PART

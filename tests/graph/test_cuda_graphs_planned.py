@@ -9,8 +9,8 @@ import pytest
 
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.compiler.compiler import schedule_of
+from graphaccel.compiler.programs import build
 from graphaccel.ir.values import returned
-from graphaccel.passes.pipeline import build
 from graphaccel.planner.cluster.catalogue import cluster
 from graphaccel.planner.estimate.estimate import predict
 from graphaccel.planner.plan.plan import Plan

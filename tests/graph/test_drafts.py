@@ -15,11 +15,11 @@ from graphaccel.capture import stepgraph
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH, SEQUENCE, evaluate, take_sizes
 from graphaccel.compat.torch import pytree
+from graphaccel.compiler.profile_graph import localised
 from graphaccel.ir.fakes import Fakes
 from graphaccel.passes.exact_microbatch import exact_microbatch
 from graphaccel.passes.lower_precision import lower_precision
-from graphaccel.passes.profile_graph import localised
-from graphaccel.passes.shard_axes import shard_axes
+from graphaccel.planner.placement.solve_axes import Request, solve_axes
 from graphaccel.planner.plan.base_plan import PRECISIONS
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.sharding.apply.sharding_cache import Drafts
@@ -57,8 +57,8 @@ def test_a_draft_is_the_graph_that_would_run(
     part = exact_microbatch(step, Plan(1, batch=4), {**step.sizes, BATCH: 4}).graph
     for axes in layouts:
         plan = Plan(4, batch=4, sequence=False, **axes)
-        real = shard_axes(part, step, plan)
-        draft = shard_axes(part, step, plan, drafts=drafts)
+        real = solve_axes(part, step, Request(plan)).local
+        draft = solve_axes(part, step, Request(plan, drafts=drafts)).local
         assert told(draft.graph.graph) == told(real.graph.graph)
         assert (draft.resting, draft.partial) == (real.resting, real.partial)
 

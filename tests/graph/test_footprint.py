@@ -16,8 +16,8 @@ from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH
 from graphaccel.compiler.compiler import Compiler
 from graphaccel.compiler.model import Model, as_batch
+from graphaccel.compiler.profile_graph import localised
 from graphaccel.ir.program import StepProgram
-from graphaccel.passes.profile_graph import localised
 from graphaccel.planner.cluster.catalogue import cluster as named_cluster
 from graphaccel.planner.cluster.cluster import Cluster, Host
 from graphaccel.planner.cluster.communication import all_reduce_seconds

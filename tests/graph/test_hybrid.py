@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from graphaccel.capture.stepgraph import StepGraph
+from graphaccel.compiler.programs import build
 from graphaccel.errors import BadPin, ConflictingPins, GraphAccelError
-from graphaccel.passes.pipeline import build
 from graphaccel.planner.cluster.catalogue import cluster
 from graphaccel.planner.cluster.communication import all_gather_seconds, all_reduce_seconds
 from graphaccel.planner.estimate.traffic import traffic

@@ -15,9 +15,9 @@ import graphaccel
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.compiler.compiler import Compiler
 from graphaccel.compiler.model import Model, as_batch
+from graphaccel.compiler.programs import build
 from graphaccel.errors import BadPin
 from graphaccel.passes.fusion.fuse import fuse
-from graphaccel.passes.pipeline import build
 from graphaccel.planner.cluster.catalogue import cluster
 from graphaccel.planner.cluster.cluster import Cluster
 from graphaccel.planner.plan.limits import Limits

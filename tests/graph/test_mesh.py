@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import fx
 
 from graphaccel.capture.stepgraph import StepGraph
+from graphaccel.compiler.profile_graph import localised
 from graphaccel.errors import BadPin
-from graphaccel.passes.profile_graph import localised
 from graphaccel.planner.cluster.cluster import Cluster
 from graphaccel.planner.plan.axis_order import AXES, coordinates, number_of, stride
 from graphaccel.planner.plan.limits import Limits

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from graphaccel.capture.stepgraph import StepGraph
+from graphaccel.compiler.profile_graph import localised
 from graphaccel.errors import BadPin
 from graphaccel.ir.program import Sharded
-from graphaccel.passes.profile_graph import localised
-from graphaccel.passes.shard_axes import shard_axes
 from graphaccel.planner.cluster.cluster import Cluster
+from graphaccel.planner.placement.solve_axes import Request, solve_axes
 from graphaccel.planner.plan.limits import Limits
 from graphaccel.planner.plan.module_pins import is_inside, replicate, shard, vocabulary
 from graphaccel.planner.plan.plan import Plan
@@ -48,7 +48,8 @@ def test_a_vocabulary_split_by_words(captured: Captured, made_up: MadeUp) -> Non
     step = captured("llama")
     pins = read_pins({"vocab": "tensor", "tensor": 2}, step, 2, 8, Limits())
     plan = Plan(2, tensor=2, batch=8, placements=pins.placements)
-    made = shard_axes(step.graph, step, replace(plan, rates=rates_of(made_up(2), plan)))
+    request = Request(replace(plan, rates=rates_of(made_up(2), plan)))
+    made = solve_axes(step.graph, step, request).local
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         assert made.resting[name] == (Sharded("tensor", 0),)
 
@@ -60,7 +61,8 @@ def test_a_vocabulary_on_the_data_axis(captured: Captured, made_up: MadeUp) -> N
         {"vocab": "data", "tensor": 2, "data": 2, "placements": own}, step, 4, 8, Limits()
     )
     plan = Plan(4, tensor=2, data=2, batch=8, placements=pins.placements)
-    made = shard_axes(step.graph, step, replace(plan, rates=rates_of(made_up(4), plan)))
+    request = Request(replace(plan, rates=rates_of(made_up(4), plan)))
+    made = solve_axes(step.graph, step, request).local
     assert "model.embed_tokens.weight" not in made.resting
     assert made.resting["lm_head.weight"] == (Sharded("tensor", 0),)
     owned, _ = owned_shards(step, plan, made.resting)

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from graphaccel import errors
 from graphaccel.capture.batch import flatten_call
 from graphaccel.capture.stepgraph import StepGraph, capture
-from graphaccel.passes.profile_graph import localised
+from graphaccel.compiler.profile_graph import localised
 from graphaccel.planner.cluster.cluster import Cluster, Device, Link
 from graphaccel.planner.estimate.optimizer_memory import NOTHING, Stepping
 from graphaccel.planner.plan.axis_order import AXES

@@ -10,10 +10,10 @@ import torch
 from torch import fx
 
 from graphaccel.capture.stepgraph import StepGraph
+from graphaccel.compiler.programs import build
 from graphaccel.ir.parse import parse_graph
 from graphaccel.ir.text import graph_text
 from graphaccel.kernels import expert_rows, experts, host_copy  # noqa: F401  # they define ops
-from graphaccel.passes.pipeline import build
 from graphaccel.planner.plan.plan import Plan
 from tests.support.zoo import ALL
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphaccel.ir.program import Sharded
+from graphaccel.planner.plan.axis_placements import BlockPlacements
 from graphaccel.planner.plan.pins import RESHARDS
 from graphaccel.planner.plan.plan import Alternative, Plan, Precision, Prediction, StageMemory
 
@@ -21,6 +22,14 @@ memories = st.builds(
 predictions = st.builds(
     Prediction, seconds, seconds, seconds, seconds, seconds, st.lists(memories).map(tuple)
 )
+
+
+def in_order(pairs: dict[str, object]) -> tuple[tuple[str, object], ...]:
+    return tuple(sorted(pairs.items(), key=lambda pair: pair[0]))
+
+
+texts = st.dictionaries(names, names).map(in_order)
+blocks = st.builds(BlockPlacements, st.lists(names).map(tuple), texts, texts, texts)
 plans = st.builds(
     Plan,
     devices=counts,
@@ -37,6 +46,9 @@ plans = st.builds(
     placements=st.lists(
         st.tuples(names, st.lists(st.builds(Sharded, names, counts, counts)).map(tuple))
     ).map(tuple),
+    axis_placements=st.dictionaries(
+        st.sampled_from(["context", "expert", "tensor"]), st.lists(blocks).map(tuple)
+    ).map(in_order),
     interleave=counts,
     microbatches=counts,
     schedule=st.sampled_from(["1f1b", "gpipe", "interleaved"]),
@@ -74,12 +86,20 @@ def test_an_unknown_field_is_refused() -> None:
         Plan.from_json(json.dumps({**data, "speed": 2}))
 
 
+def test_an_unknown_field_of_placements_is_refused() -> None:
+    data = json.loads(Plan(devices=1).to_json())
+    data["axis_placements"] = {"tensor": [{"blocks": ["h.0"], "sideways": {}}]}
+    with pytest.raises(ValueError, match="unknown fields in axis_placements: sideways"):
+        Plan.from_json(json.dumps(data))
+
+
 def test_a_plan_of_schema_1_is_read() -> None:
     data = json.loads(
         Plan(devices=4, data=4, zero=3, shard_size=2, pinned=("shard_size",)).to_json()
     )
-    del data["reshard_after_forward"], data["shard_size"]
+    del data["reshard_after_forward"], data["shard_size"], data["axis_placements"]
     older = {**data, "schema": 1, "gather_again": "step", "shard": 2, "pinned": ["shard"]}
     plan = Plan.from_json(json.dumps(older))
     assert (plan.reshard_after_forward, plan.shard_size) == ("once_per_step", 2)
     assert (plan.pinned, plan.schema) == (("shard_size",), 2)
+    assert plan.axis_placements == ()  # solved where the plan is used

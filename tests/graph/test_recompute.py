@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from graphaccel.capture.batch import flatten_call
 from graphaccel.capture.stepgraph import StepGraph, capture
-from graphaccel.passes.pipeline import build
+from graphaccel.compiler.programs import build
 from graphaccel.planner.cluster.cluster import Cluster
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.profile.profile import Profile

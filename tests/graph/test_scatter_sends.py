@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 
 from graphaccel.capture.stepgraph import StepGraph
+from graphaccel.compiler.profile_graph import localised
+from graphaccel.compiler.programs import build
 from graphaccel.errors import BadPin
 from graphaccel.ir.program import StepProgram
-from graphaccel.passes.pipeline import build
-from graphaccel.passes.profile_graph import localised
 from graphaccel.planner.cluster.cluster import Cluster
 from graphaccel.planner.estimate.estimate import predict_seconds
 from graphaccel.planner.estimate.stage_messages import message_bytes, scatters

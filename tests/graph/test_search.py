@@ -16,8 +16,8 @@ from torch import nn
 from graphaccel import errors
 from graphaccel.capture.batch import flatten_call
 from graphaccel.capture.stepgraph import StepGraph, capture
+from graphaccel.compiler.profile_graph import localised
 from graphaccel.passes.pipeline import prepared
-from graphaccel.passes.profile_graph import localised
 from graphaccel.planner.cluster.cluster import Cluster
 from graphaccel.planner.plan.base_plan import PRECISIONS
 from graphaccel.planner.plan.limits import Limit, Limits

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import fx
 
 from graphaccel.capture.stepgraph import StepGraph
+from graphaccel.compiler.programs import build
 from graphaccel.errors import TooManyStages
 from graphaccel.passes.lower_precision import lower_precision
-from graphaccel.passes.pipeline import build
 from graphaccel.planner.cluster.cluster import Cluster
 from graphaccel.planner.plan.base_plan import PRECISIONS
 from graphaccel.planner.plan.plan import Plan

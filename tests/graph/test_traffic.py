@@ -22,8 +22,8 @@ from graphaccel.compiler.compiler import Compiler
 from graphaccel.compiler.model import Model, as_batch
 from graphaccel.ir.calls import counted_packet
 from graphaccel.passes.exact_microbatch import exact_microbatch
-from graphaccel.passes.shard_axes import shard_axes
 from graphaccel.planner.cluster.catalogue import cluster
+from graphaccel.planner.placement.solve_axes import Request, solve_axes
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.profile.axis_rates import axis_rates
 from graphaccel.planner.profile.layout_profiles import rates_of
@@ -155,7 +155,7 @@ def test_tensor_splits_what_context_left(context: int, by: str) -> None:
     plan = replace(plan, rates=rates_of(MACHINE, plan))
     graph = exact_microbatch(step, replace(plan, tensor=1, context=1, devices=1)).graph
     alone = _flops(graph)
-    made = shard_axes(graph, step, plan).graph
+    made = solve_axes(graph, step, Request(plan)).local.graph
     assert _flops(made) == alone / 4 / context
     both: Counter[tuple[str, str]] = Counter()
     heads = by != "sequence" and context == 2

@@ -9,8 +9,8 @@ import torch
 
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.transport import packed, unpacked
+from graphaccel.compiler.programs import build
 from graphaccel.ir.text import graph_text
-from graphaccel.passes.pipeline import build
 from graphaccel.planner.plan.plan import Plan, Precision
 
 

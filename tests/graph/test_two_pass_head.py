@@ -13,8 +13,8 @@ import graphaccel
 from graphaccel import errors
 from graphaccel.capture.batch import flatten_call
 from graphaccel.capture.stepgraph import capture
+from graphaccel.compiler.programs import build
 from graphaccel.ir.program import StageProgram, Value
-from graphaccel.passes.pipeline import build
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.runtime.execution.parts import Parts, part_of
 from tests.support.mixing import LOSSES, Loss, Model, batch

@@ -12,9 +12,9 @@ from torch import fx
 from graphaccel.capture.batch import flatten_call
 from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.compiler.model import tensor_bytes
+from graphaccel.compiler.programs import build
 from graphaccel.ir.text import graph_text
 from graphaccel.kernels.host_copy import AHEAD
-from graphaccel.passes.pipeline import build
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.profile.cost import is_view
 from tests.graph.test_offload_parameters import BLOCK, BOTH, Blocks

@@ -12,9 +12,9 @@ import torch
 from torch import fx
 
 from graphaccel.capture.stepgraph import StepGraph
+from graphaccel.compiler.programs import build
 from graphaccel.errors import BadPin, InfeasiblePlan
 from graphaccel.ir.program import Sharded, StageProgram
-from graphaccel.passes.pipeline import build
 from graphaccel.planner.cluster.cluster import Cluster
 from graphaccel.planner.plan.base_plan import PRECISIONS
 from graphaccel.planner.plan.module_pins import replicate, shard

@@ -12,9 +12,9 @@ from torch import fx
 
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.compiler.compiler import schedule_of
+from graphaccel.compiler.programs import build
 from graphaccel.ir.program import StageProgram, StepProgram
 from graphaccel.ir.values import returned
-from graphaccel.passes.pipeline import build
 from graphaccel.planner.memory.exact_memory import Resident, rank_curve, rank_memory
 from graphaccel.planner.plan.base_plan import PRECISIONS
 from graphaccel.planner.plan.plan import Plan

@@ -16,11 +16,11 @@ from graphaccel.capture.batch import as_call, flatten_call
 from graphaccel.capture.blocks import find_blocks
 from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.capture.symbols import SEQUENCE
+from graphaccel.compiler.programs import build
 from graphaccel.kernels.register import fusion_of, is_backward
 from graphaccel.kernels.registry import fusion_named, shipped
 from graphaccel.passes.fusion.fuse import find_sites, fuse
 from graphaccel.passes.lower_precision import lower_precision
-from graphaccel.passes.pipeline import build
 from graphaccel.planner.plan.plan import Plan, Precision
 from graphaccel.planner.profile.cost import step_flops
 

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from graphaccel.capture.stepgraph import Repeats, StepGraph, of_layers
 from graphaccel.errors import GraphAccelError
-from graphaccel.ir.replication.layers import NotRepeated, Run, copies
+from graphaccel.ir.replication.layers import KEPT, NotRepeated, Run, copies
 from graphaccel.ir.text import graph_text
 from graphaccel.passes.adapters import of_rank
 from graphaccel.passes.context import Context, Fixed
@@ -35,8 +35,9 @@ from graphaccel.passes.replication.repeat_programs import (
 )
 from graphaccel.passes.replication.repeat_stages import repeat_stages
 from graphaccel.passes.runner import Runner
-from graphaccel.passes.shard_axes import Alike, LocalGraph, over_few
+from graphaccel.planner.plan.axis_placements import few_layers
 from graphaccel.planner.plan.zero import owned_shards
+from graphaccel.sharding.apply.local_graph import LocalGraph
 
 log = logging.getLogger("graphaccel.passes")
 T = TypeVar("T")
@@ -100,7 +101,7 @@ def _few_sharded(run: Runner, context: Context) -> Sequence[tuple[LocalStep, Loc
     way. Raises NotRepeated."""
     step, plan = context.step, context.plan
     split = (plan.data, plan.microbatches, plan.batch, plan.tensor, plan.context, plan.expert)
-    told = (plan.placements, plan.rates, plan.sequence, plan.context_by, plan.outputs)
+    told = (plan.placements, plan.axis_placements, plan.outputs)
     key = ("sharded", split, told, frozenset((context.sizes or {}).items()))
     if key not in step.derived:
         assert step.repeats is not None
@@ -111,16 +112,20 @@ def _few_sharded(run: Runner, context: Context) -> Sequence[tuple[LocalStep, Loc
 def _shard_few(
     run: Runner, context: Context, few: Repeats
 ) -> Sequence[tuple[LocalStep, LocalGraph]]:
-    def make(step: StepGraph, twin: Alike | None) -> tuple[Context, LocalGraph]:
-        made = run.run(replace(context, step=step, transfer=twin), "rank")
-        return made, made.rank
-
-    made = [(each.part, each.rank) for each in over_few(few, make)]
+    """The steps of few layers, each on one rank, with the placements of the layers that it stands
+    for. Raises NotRepeated."""
+    least = [KEPT] * len(few.runs)
+    longer = [[n + (i == more) for i, n in enumerate(least)] for more in range(len(least))]
+    made = []
+    for step, counts in zip((few.short, *few.longer), (least, *longer), strict=True):
+        stated = context.plan.axis_placements
+        own = tuple((axis, few_layers(places, few.runs, counts)) for axis, places in stated)
+        plan = replace(context.plan, axis_placements=own)
+        each = run.run(replace(context, step=step, plan=plan), "rank")
+        made.append((each.part, each.rank))
     before = {"" if p.prologue is None else graph_text(p.prologue.graph.graph) for p, _ in made}
     if len(before) > 1:
         raise NotRepeated("what is computed once a step depends on the number of layers")
-    if any(axes.guessed for _, axes in made):
-        raise NotRepeated("some calls are not placed exactly")
     return made
 
 
@@ -134,7 +139,7 @@ def _repeated(
     local, axes = few[0]
     places = tuple(local.output_places[i] for i in whole.outputs)
     resting, partial = whole.spread(axes.resting), whole.spread(axes.partial)
-    made = LocalGraph(whole.graph, resting, partial, {})
+    made = LocalGraph(whole.graph, resting, partial)
     return of_rank(context, replace(local, output_places=places), made)
 
 

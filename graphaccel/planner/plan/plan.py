@@ -11,6 +11,7 @@ from typing import Any
 
 from graphaccel.ir.program import OrtDeclined, OrtRegion, OrtReport, Sharded
 from graphaccel.planner.plan.axis_order import AXES, PARTS, stride
+from graphaccel.planner.plan.axis_placements import BlockPlacements, from_data, to_data
 
 SCHEMA = 2
 _WORDS = {True: "always", False: "never", "step": "once_per_step"}
@@ -197,7 +198,9 @@ class Plan:
     scatter_sends: of a value that all tensor ranks hold, each sends its part to the next stage,
       which gathers it.
     rates: axis → the rates by which placements on it were chosen
-      (`sharding.solve.placements.Rates`).
+      (`sharding.solve.conversions.Rates`).
+    axis_placements: axis that shards the graph → the placement of every parameter and the strategy
+      of every call, by block kind; empty until they are solved.
     fusions: names of the fused ops that are used where their patterns match.
     loss_chunk: tokens of a microbatch whose logits a fused head and loss holds at a time; 0: the
       op's own default.
@@ -247,6 +250,7 @@ class Plan:
     context_by: str = ""
     scatter_sends: bool = False
     rates: tuple[tuple[str, tuple[float, ...]], ...] = ()
+    axis_placements: tuple[tuple[str, tuple[BlockPlacements, ...]], ...] = ()
     batch: int = 1
     pinned: tuple[str, ...] = ()
     graph: str = ""
@@ -417,7 +421,9 @@ class Plan:
 
     def to_json(self) -> str:
         """Stable JSON: sorted keys, bytes as integers, seconds as floats."""
-        return json.dumps(asdict(self), indent=1, sort_keys=True) + "\n"
+        data = asdict(replace(self, axis_placements=()))
+        data["axis_placements"] = {axis: to_data(own) for axis, own in self.axis_placements}
+        return json.dumps(data, indent=1, sort_keys=True) + "\n"
 
     @staticmethod
     def from_json(text: str) -> Plan:
@@ -443,7 +449,15 @@ class Plan:
         plain: dict[str, Any] = {
             k: tuple(v) if isinstance(v, list) else v
             for k, v in data.items()
-            if k not in ("precision", "alternatives", "placements", "rates", "selective")
+            if k
+            not in (
+                "precision",
+                "alternatives",
+                "placements",
+                "rates",
+                "selective",
+                "axis_placements",
+            )
         }
         return Plan(
             **plain,
@@ -456,6 +470,10 @@ class Plan:
                 for name, splits in data.get("placements", ())
             ),
             rates=tuple((axis, tuple(values)) for axis, values in data.get("rates", ())),
+            axis_placements=tuple(
+                (axis, from_data(own))
+                for axis, own in sorted(data.get("axis_placements", {}).items())
+            ),
             precision=Precision(**data["precision"]),
             alternatives=tuple(Alternative(**a) for a in data["alternatives"]),
             prediction=prediction,

@@ -25,7 +25,11 @@ from graphaccel.planner.profile.cost import in_chunks
 from graphaccel.planner.search.capabilities import check_chunk
 from graphaccel.sharding.solve.conversions import Rates
 
-_NO_PIN = ("rates", "selective")  # chosen together with other decisions, never pinned
+_NO_PIN = (
+    "rates",
+    "selective",
+    "axis_placements",
+)  # chosen together with other decisions, never pinned
 
 
 def misread(plan: Plan) -> str | None:

@@ -1,6 +1,6 @@
 """Cache shared by the sharded graphs of one step that are profiled and not run.
 
-See `passes.profile_graph`.
+See `compiler.profile_graph`.
 """
 
 from __future__ import annotations

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import fx
 
-from graphaccel.capture.export import GraphInput
+from graphaccel.capture.export import GraphInput, GraphOutput
 from graphaccel.capture.symbols import BATCH
 from graphaccel.ir.calls import is_random
 from graphaccel.kernels.experts import GRADIENT, PRODUCT
@@ -18,6 +18,30 @@ from graphaccel.sharding.rules.factories import UNIFORM
 from graphaccel.sharding.rules.shard import Placement, Shard
 
 Value: TypeAlias = tuple[fx.Node, int]  # a call and which of its results
+HELD = ("parameter", "buffer")
+"""Kinds of inputs that are stored in a placement."""
+
+
+def placed_calls(
+    graph: fx.Graph,
+    kinds: Mapping[fx.Node, GraphInput],
+    outputs: Sequence[GraphOutput],
+    free: Collection[fx.Node] | None = None,
+) -> list[fx.Node]:
+    """The calls that have a placement: all but those that every rank computes itself (`free`; as
+    `free_nodes` finds them where not given) and the selection of one result of several."""
+    if free is None:
+        free = free_nodes(graph, kinds, mutated_buffers(outputs))
+    return [
+        n
+        for n in graph.nodes
+        if n.op == "call_function" and n.target is not operator.getitem and n not in free
+    ]
+
+
+def mutated_buffers(outputs: Sequence[GraphOutput]) -> frozenset[str]:
+    """Names of the buffers that a step changes."""
+    return frozenset(spec.name for spec in outputs if spec.kind == "buffer")
 
 
 def free_nodes(

@@ -26,7 +26,7 @@ from graphaccel.ir.calls import counted_packet, is_causal
 from graphaccel.sharding.rules import collectives
 from graphaccel.sharding.rules.call_values import Value, shapes_of, source_of, tensor_of
 from graphaccel.sharding.rules.notation import output_shapes, tensor_arguments
-from graphaccel.sharding.rules.propagate import REPLICATED
+from graphaccel.sharding.rules.propagate import PARTIAL, REPLICATED
 from graphaccel.sharding.rules.shard import Placement, Row, Shard, Shards
 from graphaccel.sharding.rules.solution import Placements
 from graphaccel.sharding.solve.conversions import ALL, Counted, Rates
@@ -43,6 +43,16 @@ _FRACTION = 8  # of a median message: the most that latency costs
 
 
 def solve_placements(
+    graph: fx.Graph, inputs: Sequence[GraphInput], outputs: Sequence[GraphOutput], **options: Any
+) -> Placements:
+    """Place a joint graph on an axis. options: as `placement_problem` takes them.
+
+    Raises ValueError for pins that no strategy allows.
+    """
+    return placement_problem(graph, inputs, outputs, **options).solve()
+
+
+def placement_problem(
     graph: fx.Graph,
     inputs: Sequence[GraphInput],
     outputs: Sequence[GraphOutput],
@@ -56,21 +66,19 @@ def solve_placements(
     counted: Counted = ALL,
     context_by: str = "",
     inner: int = 1,
-) -> Placements:
-    """Place a joint graph of concrete sizes (`meta["val"]`) on an axis of `ranks`.
+) -> PlacementProblem:
+    """The problem of placing a joint graph of concrete sizes (`meta["val"]`) on an axis of `ranks`.
 
     inputs, outputs: what the first placeholders and the results are. axis: "tensor" (features and,
     if `sequence`, the sequence), "context" (the sequence) or "expert" (examples and experts). pins:
     placements of parameters by name. keep_outputs: the model's outputs are wanted replicated.
     counted: which costs count. context_by: how attention is sharded on the context axis
     (`Plan.context_by`). inner: ranks that divide its heads further.
-
-    Raises ValueError for pins that no strategy allows.
     """
     space = Shardable(
         graph, inputs, outputs, axis, ranks, pins, sequence, keep_outputs, context_by, inner
     )
-    return PlacementProblem(space, rates, counted).solve()
+    return PlacementProblem(space, rates, counted)
 
 
 class PlacementProblem:
@@ -85,10 +93,10 @@ class PlacementProblem:
         self._seconds: dict[Shards, tuple[Placement | None, ...]] = {}
         self._converted: dict[Any, float] = {}
         self._known_moved: dict[Value, tuple[float, bool, bool, bool]] = {}
+        self.latency = self._latency()
 
     def solve(self) -> Placements:
         """The cheapest placements. Raises ValueError where pins allow none."""
-        self.latency = self._latency()
         try:
             return self._eliminated()
         except ValueError as error:
@@ -121,7 +129,7 @@ class PlacementProblem:
         for value, uses in users.items():
             if len(uses) > 1 and value[0] in variables and value[0] not in self.space.held:
                 variables[value] = len(choices)
-                choices.append(self._second(self.space.shards[value]))
+                choices.append(self.second_places(value))
         tables = list(self._tables(variables, choices, users))
         found = cheapest_assignment([len(c) for c in choices], tables)
         chosen = {key: choices[i][found.values[i]] for key, i in variables.items()}
@@ -134,11 +142,38 @@ class PlacementProblem:
             tuple(n for i in found.guessed if isinstance(n := names[i], fx.Node)),
         )
 
-    def _second(self, shards: Shards) -> tuple[Placement | None, ...]:
+    def second_places(self, value: Value) -> tuple[Placement | None, ...]:
         """The placements in which a value may be kept besides the one in which it is computed."""
+        shards = self.space.shards[value]
         if shards not in self._seconds:
             self._seconds[shards] = (None, REPLICATED, *sorted(shards))
         return self._seconds[shards]
+
+    def readable(self, value: Value, placements: Placements, need: Placement | None) -> bool:
+        """Whether a value can be read in a placement: as it is computed, or converted from that or
+        from its replicated second placement, as `sharding.apply.shard_axis` converts it."""
+        source = placements.of(value)
+        if need is None or need == source:
+            return True
+        if placements.versions.get(value) == REPLICATED and need != REPLICATED:
+            source = REPLICATED
+        return self.conversion(value, source, need) < inf
+
+    def results(self, placements: Placements) -> Iterator[tuple[Value, Placement, str]]:
+        """What the step returns: the value, the placement that it needs, and what it is. The
+        gradient of a replicated parameter may stay a partial sum."""
+        held = {spec.name: placements.of((n, 0)) for n, spec in self.space.kinds.items()}
+        for node, spec in self.space.outputs:
+            if not isinstance(node, fx.Node):
+                continue
+            value, need = source_of(node), REPLICATED
+            if spec.kind == "output" and not self.space.keep_outputs:
+                continue
+            if spec.kind == "gradient":
+                need = held.get(spec.name, REPLICATED)
+                if need == REPLICATED and placements.of(value) == PARTIAL:
+                    continue
+            yield value, need, " ".join(filter(None, (f"the {spec.kind}", spec.name)))
 
     def _tables(
         self,
@@ -241,7 +276,7 @@ class PlacementProblem:
         placement."""
         if kept is None or (isinstance(kept, Shard) and kept.by and need != kept):
             return inf
-        return self._conversion(value, kept, need)
+        return self.conversion(value, kept, need)
 
     def _needs(self, user: fx.Node, position: int) -> tuple[Placement | None, ...]:
         """The placement a call needs of an argument, by strategy; one object for equal
@@ -266,7 +301,7 @@ class PlacementProblem:
     ) -> np.ndarray:
         key = self._moved(value), id(made), id(needs)
         if key not in self._costs:
-            costs = np.array([[self._conversion(value, p, q) for q in needs] for p in made])
+            costs = np.array([[self.conversion(value, p, q) for q in needs] for p in made])
             self._costs[key] = self._kept_alive(costs, made, needs)
         return self._costs[key]
 
@@ -284,7 +319,8 @@ class PlacementProblem:
             self._known_moved[value] = *found, value[0] in self.space.resting
         return self._known_moved[value]
 
-    def _conversion(self, value: Value, source: Placement, target: Placement | None) -> float:
+    def conversion(self, value: Value, source: Placement, target: Placement | None) -> float:
+        """Seconds to convert a value; infinite where there is no conversion."""
         if target is None or source == target:
             return 0.0
         size, floating, unfinished, resting = self._moved(value)

@@ -7,7 +7,6 @@ the strategies of calls (`sharding.rules.strategies`) until nothing new follows.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,9 +16,12 @@ from torch import fx
 from graphaccel.capture.export import GraphInput, GraphOutput
 from graphaccel.capture.symbols import BATCH, SEQUENCE
 from graphaccel.sharding.rules.call_values import (
+    HELD,
     Value,
     free_nodes,
     looks,
+    mutated_buffers,
+    placed_calls,
     signature,
     source_of,
     splits_batch,
@@ -45,7 +47,6 @@ from graphaccel.sharding.solve.head_parallel import (
     split,
 )
 
-_HELD = ("parameter", "buffer")
 _ROUNDS = 12
 _NONE: Shards = frozenset()
 
@@ -84,14 +85,9 @@ class Shardable:
             (int(n.meta["val"].shape[d]) for n in placeholders
              for d, size in enumerate(n.meta.get("dims", ())) if size == BATCH), 0
         )  # fmt: skip
-        mutated = frozenset(spec.name for spec in outputs if spec.kind == "buffer")
-        self.free = free_nodes(graph, self.kinds, mutated)
-        self.calls = [
-            n
-            for n in nodes
-            if n.op == "call_function" and n.target is not operator.getitem and n not in self.free
-        ]
-        self.held = [n for n, spec in self.kinds.items() if spec.kind in _HELD]
+        self.free = free_nodes(graph, self.kinds, mutated_buffers(outputs))
+        self.calls = placed_calls(graph, self.kinds, outputs, self.free)
+        self.held = [n for n, spec in self.kinds.items() if spec.kind in HELD]
         self.resting = set(self.held)  # and views and casts of them
         for node in self.calls:
             if looks(node) and node.all_input_nodes[0] in self.resting:

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import torch
 
+from graphaccel.compiler.programs import with_placements
 from graphaccel.ir.program import Sharded
 from graphaccel.passes.exact_microbatch import exact_microbatch
-from graphaccel.passes.shard_axes import LocalGraph, shard_axes
+from graphaccel.passes.shard_axes import shard_axes
 from graphaccel.planner.plan.plan import Plan
+from graphaccel.sharding.apply.local_graph import LocalGraph
 from tests.graph.passes.captured import eager, layer
 from tests.graph.passes.support import text_of_graph
 from tests.support.lockstep import run_ranks
@@ -63,6 +65,7 @@ return (%div, %clone_default_1)
 
 def sharded(plan: Plan) -> LocalGraph:
     step = layer()[2]
+    plan = with_placements(step, plan)
     return shard_axes(exact_microbatch(step, plan).graph, step, plan)
 
 

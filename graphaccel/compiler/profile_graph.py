@@ -26,8 +26,13 @@ from graphaccel.errors import GraphAccelError
 from graphaccel.ir.nodes import copy_nodes
 from graphaccel.ir.replication.layers import NotRepeated, copies
 from graphaccel.passes.exact_microbatch import exact_microbatch
-from graphaccel.passes.shard_axes import Alike, over_few, shard_axes
-from graphaccel.passes.shard_axes import LocalGraph as Placed
+from graphaccel.planner.placement.solve_axes import (
+    Request,
+    SolvedGraph,
+    Transfer,
+    over_few,
+    solve_axes,
+)
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.profile.layout_profiles import LocalGraph
 from graphaccel.planner.profile.lines import unfolded
@@ -63,7 +68,7 @@ def _repeated(
     """Shard few layers, and unfold the result."""
     few = step.repeats
     assert few is not None
-    made = over_few(few, lambda each, twin: _localised(each, plan, sizes, drafts, twin))
+    made = over_few(few, lambda each, transfer: _localised(each, plan, sizes, drafts, transfer))
     if any(each.guessed for each in made):
         raise NotRepeated("some calls are not placed exactly")
     short, *longer = (each.step for each in made)
@@ -80,15 +85,15 @@ def _localised(
     plan: Plan,
     sizes: Mapping[sympy.Symbol, int] | None,
     drafts: Drafts,
-    twin: Alike | None = None,
-) -> tuple[LocalGraph, Placed]:
+    transfer: Transfer | None = None,
+) -> tuple[LocalGraph, SolvedGraph]:
     even = BATCH in step.sizes and plan.microbatch_size % plan.expert == 0
     part, prime, at = _part(step, plan, sizes or {}, even, drafts)
     counted = None
     if even:
         counted = Counted(prime, plan.usual / at[BATCH], examples=plan.usual)
-    made = shard_axes(part, step, plan, counted=counted, drafts=drafts, twin=twin)
-    graph = made.graph
+    solved = solve_axes(part, step, Request(plan, counted=counted, drafts=drafts), transfer)
+    graph, partial = solved.local.graph, solved.local.partial
     if plan.model_parallel_size == plan.context:  # other layouts are derived from it
         graph = _copied(graph)
     known = at if even else {s: n for s, n in at.items() if s != BATCH}
@@ -98,7 +103,7 @@ def _localised(
             dims = local.dims(node, node.meta["val"], node.meta.get("dims"))
             node.meta["dims"] = dims if even else local.numbers(dims)
     found = replace(step, graph=graph, sizes=known, derived={}, repeats=None)
-    return LocalGraph(found, made.partial, made.guessed), made
+    return LocalGraph(found, partial, solved.guessed), solved
 
 
 def _part(

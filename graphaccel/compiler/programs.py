@@ -1,0 +1,99 @@
+"""The programs of a plan: the planner places what the plan does not, then the passes run.
+
+Placements are a decision of the planner (`planner.placement`), made on the graph of one microbatch,
+which passes make: so they are filled in here, where both are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from torch import fx
+
+from graphaccel.capture.stepgraph import StepGraph
+from graphaccel.errors import PlanMismatch
+from graphaccel.ir.program import Sharded, StepProgram
+from graphaccel.passes import pipeline
+from graphaccel.passes.context import Context, Fixed, Sizes
+from graphaccel.passes.exact_microbatch import exact_microbatch
+from graphaccel.passes.place_ort import Tools
+from graphaccel.planner.placement.place import Placing, check_placements, place
+from graphaccel.planner.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a program is built for besides its plan: as `passes.pipeline.build` takes it."""
+
+    sizes: Sizes | None = None
+    homes: Mapping[str, tuple[int, ...]] | None = None
+    gradients: bool = True
+    resting: Mapping[str, tuple[Sharded, ...]] | None = None
+    groups: tuple[tuple[str, ...], ...] | None = None
+    ranks: int | None = None
+    ort: Tools | None = None
+
+
+def build(step: StepGraph, plan: Plan, **target: Any) -> StepProgram:
+    """The programs of a plan whose placements may be missing. target: fields of `Target`."""
+    return placed_programs(step, plan, Target(**target))[1]
+
+
+def placed_programs(
+    step: StepGraph, plan: Plan, target: Target, path: str = "plan"
+) -> tuple[Plan, StepProgram]:
+    """The plan with its placements, which are checked where it has some, and its programs.
+
+    path: what errors call the plan.
+
+    Raises BadPin (GA202), PlanMismatch (GA204), and what `passes.pipeline.build` raises.
+    """
+    run = partial(
+        pipeline.build, step, sizes=target.sizes, homes=target.homes, gradients=target.gradients,
+        resting=target.resting, groups=target.groups, ranks=target.ranks, ort=target.ort,
+    )  # fmt: skip
+    if plan.axis_placements:
+        check_placements(_placing(step, plan, target), path)
+        return plan, run(plan)
+    placed = with_placements(step, plan, target)
+    try:
+        return placed, run(placed)
+    except PlanMismatch:  # placed with few layers, which then are not those of all
+        if step.repeats is None or target.resting is not None:
+            raise
+    placed = place(replace(_placing(step, plan, target), all_layers=True))
+    return placed, run(placed)
+
+
+def with_placements(step: StepGraph, plan: Plan, target: Target | None = None) -> Plan:
+    """The plan with the placements that the planner chooses; solved once for all plans that split
+    the step in the same way. Raises BadPin (GA202)."""
+    if plan.model_parallel_size == 1:
+        return plan
+    target = target or Target()
+    placing = _placing(step, plan, target)
+    if target.resting is not None:
+        return place(placing)
+    split = (plan.data, plan.microbatches, plan.batch, plan.tensor, plan.context, plan.expert)
+    told = (plan.placements, plan.rates, plan.sequence, plan.context_by, plan.outputs, plan.devices)
+    key = ("placements", split, told, frozenset((target.sizes or {}).items()))
+    known = placing.step.derived
+    if key not in known:
+        known[key] = place(placing).axis_placements
+    return replace(plan, axis_placements=known[key])
+
+
+def _placing(step: StepGraph, plan: Plan, target: Target) -> Placing:
+    context = Context(step, plan, target.sizes, target.gradients, Fixed(resting=target.resting))
+    for each in pipeline.PIPELINE:
+        if each.level == "step":
+            context = each.run(context)
+    return Placing(context.step, plan, partial(_part, plan, target), target.resting)
+
+
+def _part(plan: Plan, target: Target, step: StepGraph) -> fx.GraphModule:
+    """The graph of one microbatch."""
+    return exact_microbatch(step, plan, target.sizes).graph
