@@ -18,6 +18,7 @@ from torch import nn
 from graphaccel.checkpoint.contents import Contents, local
 from graphaccel.checkpoint.random_state import random_states
 from graphaccel.checkpoint.saver import Saver, saver_of
+from graphaccel.checkpoint.stopping import end_stopped
 from graphaccel.checkpoint.together import Together
 from graphaccel.checkpoint.writing import Job, as_file, not_saved
 from graphaccel.errors import GraphMisuse
@@ -51,10 +52,11 @@ def save(
     optimizer: Optimizer | None = None,
     *,
     step: int,
+    every: int | None = None,
     keep: int | None = None,
     asynchronous: bool = False,
     **more: Any,
-) -> Saved:
+) -> Saved | None:
     """Save a checkpoint of the run in a folder of its own inside `folder`.
 
     Saved are the model, the optimizer, the random states of all ranks, the loss scale, the plan,
@@ -64,6 +66,9 @@ def save(
 
     folder: of all checkpoints of the run. None: the one given by `graphaccel run --checkpoint`.
     step: the number of steps done.
+    every: call it after every step; it saves after every `every`th one, and returns None for the
+      others. When some rank is asked to stop (SIGTERM), it saves and ends the process with exit
+      code 75, of `graphaccel run` too.
     keep: remove all but the newest `keep` complete checkpoints. Default: keep all.
     asynchronous: return when everything is copied to host memory, and write in the background. One
       save at a time: the next one waits for it, and raises its error.
@@ -76,12 +81,18 @@ def save(
     """
     started = time.monotonic()
     root = folder_of(folder)
-    _check(step, keep)
+    _check(step, keep, every)
+    saver = saver_of(model)
+    stops = False
+    if every is not None:
+        saver.stop.watch()
+        stops = saver.stop.on_any(saver.together, step)
+        if not stops and step % every:
+            return None
     contents = contents_of(model, optimizer, more)
     handle = getattr(model, "graphaccel", None)
     if handle is not None:
         handle.agree(SAVE)
-    saver = saver_of(model)
     saver.wait()
     _same(saver.together, root, step, keep)
     tensors, state = _copied(contents, saver, root, step, asynchronous)
@@ -89,10 +100,12 @@ def save(
     random = as_file(random_states())
     job = Job(saver.together, root, step, tensors, state, random, plan, keep)
     path, number = job.open()
-    if asynchronous:
+    if asynchronous and not stops:
         saver.start(job, path, number)
     else:
         job.write(path, number)
+    if stops:
+        end_stopped(step, path, saver.together.rank)
     seconds = time.monotonic() - started
     how = "training goes on while it is written" if asynchronous else "complete"
     progress("saved", f"{path}, {how}", seconds)
@@ -135,11 +148,12 @@ def contents_of(model: nn.Module, optimizer: Optimizer | None, more: Mapping[str
     return Contents({"model": model, **models}, own | optimizers, objects, values)
 
 
-def _check(step: int, keep: int | None) -> None:
+def _check(step: int, keep: int | None, every: int | None) -> None:
     if type(step) is not int or step < 0:
         raise GraphMisuse(what=f"step is a whole number from 0, not {step!r}")
-    if keep is not None and (type(keep) is not int or keep < 1):
-        raise GraphMisuse(what=f"keep is a whole number from 1, not {keep!r}")
+    for name, value in (("keep", keep), ("every", every)):
+        if value is not None and (type(value) is not int or value < 1):
+            raise GraphMisuse(what=f"{name} is a whole number from 1, not {value!r}")
 
 
 def _same(together: Together, root: Path, step: int, keep: int | None) -> None:
@@ -181,6 +195,12 @@ def _copied(
 
 def _plain_file(state: Mapping[str, Any]) -> bytes:
     """The file of everything but tensors, once it is known that it can be loaded again."""
+    made = as_file(dict(state))
+    try:
+        torch.load(io.BytesIO(made), weights_only=True)
+        return made
+    except Exception as error:
+        whole = error
     for kind in ("more", "objects", "extra", "values", "groups"):
         for name, value in state[kind].items():
             try:
@@ -191,4 +211,4 @@ def _plain_file(state: Mapping[str, Any]) -> bytes:
                     + str(error).splitlines()[0][:120],
                     help_line="save what it is made of: numbers, texts, tensors, lists and dicts",
                 ) from None
-    return as_file(dict(state))
+    raise whole

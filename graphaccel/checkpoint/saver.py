@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from graphaccel.checkpoint.staging import Staging
+from graphaccel.checkpoint.stopping import StopRequest
 from graphaccel.checkpoint.together import Together, ranks_of
 from graphaccel.checkpoint.writing import Job
 
@@ -24,6 +25,7 @@ class Saver:
     def __init__(self, together: Together | None = None) -> None:
         self.together = Together() if together is None else together
         self.staging = Staging()
+        self.stop = StopRequest()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 

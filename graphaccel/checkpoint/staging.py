@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -10,12 +11,16 @@ from torch.distributed.tensor import DTensor
 
 from graphaccel.checkpoint.contents import map_memory
 
+_THREADS = 4
+"""That copy within host memory."""
+
 
 class Staging:
     """One rank's host copies, kept from save to save; pinned beside a GPU."""
 
     def __init__(self) -> None:
         self._kept: dict[str, Tensor] = {}
+        self._copies: list[tuple[Tensor, Tensor]] = []
 
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors with their memory on this rank copied; valid when this returns."""
@@ -26,6 +31,9 @@ class Staging:
             else:
                 made[name] = map_memory(tensor, lambda t, name=name: self._copied(name, t))
         self._kept = {name: kept for name, kept in self._kept.items() if name in made}
+        copies, self._copies = self._copies, []
+        with ThreadPoolExecutor(_THREADS) as pool:  # one core does not use a host's bandwidth
+            list(pool.map(lambda pair: pair[0].copy_(pair[1]), copies))
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()
         return made
@@ -36,5 +44,8 @@ class Staging:
             pinned = tensor.device.type == "cuda"
             kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
             self._kept[name] = kept
-        kept.copy_(tensor, non_blocking=True)
+        if tensor.device.type == "cpu":
+            self._copies.append((kept, tensor))
+        else:
+            kept.copy_(tensor, non_blocking=True)
         return kept

@@ -191,17 +191,26 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         help="before the first step, compare the captured graph with the model in eager code",
     )
     run.add_argument("--all-output", action="store_true", help="show what every rank prints")
+    run.add_argument(
+        "--max-restarts", type=_count, metavar="N", help="start all ranks anew when one fails"
+    )
+    run.add_argument(
+        "--checkpoint",
+        type=Path,
+        metavar="FOLDER",
+        help="the folder of graphaccel.save(None, ...) and graphaccel.load(None, ...)",
+    )
     run.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
     nodes = run.add_argument_group("several machines", "as in torchrun; start it on each")
-    nodes.add_argument("--nnodes", metavar="N")
-    nodes.add_argument("--node-rank", metavar="I")
+    nodes.add_argument("--nnodes", type=_machines, metavar="N", help="or LEAST:MOST")
+    nodes.add_argument("--node-rank", type=_count, metavar="I", help="from 0")
     nodes.add_argument("--rdzv-endpoint", metavar="HOST:PORT")
     nodes.add_argument("--rdzv-backend", metavar="NAME")
     nodes.add_argument("--rdzv-id", metavar="NAME")
     add_pins(run)
     run.add_argument("script", metavar="SCRIPT")
     run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="of the script")
-    run.set_defaults(run_command=_run)
+    run.set_defaults(run_command=_run, usage_error=run.error)
 
 
 def _add_fusion(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -224,15 +233,36 @@ def _add_fusion(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def torchrun_flags(arguments: argparse.Namespace) -> list[str]:
     """The launcher flags of `run`; empty for one machine.
 
-    If a node rank is given, the user numbers the machines (static rendezvous); otherwise they
-    number themselves.
+    If a node rank is given, the user numbers the machines (static rendezvous); otherwise, and with
+    restarts, they number themselves.
     """
     names = ("nnodes", "node_rank", "rdzv_endpoint", "rdzv_backend", "rdzv_id")
-    given = {name: getattr(arguments, name) for name in names if getattr(arguments, name)}
+    said = {name: getattr(arguments, name) for name in names}
+    given = {name: value for name, value in said.items() if value not in (None, "")}
+    if arguments.max_restarts:  # in a static rendezvous the ranks of a restart meet the old ones'
+        given.pop("node_rank", None)
     if given:
         given.setdefault("rdzv_backend", "static" if "node_rank" in given else "c10d")
         given.setdefault("rdzv_id", "graphaccel")
+    if arguments.max_restarts is not None:
+        given["max_restarts"] = arguments.max_restarts
     return [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+
+
+def _count(text: str) -> int:
+    """A whole number from 0."""
+    if not (text.isascii() and text.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0")
+    return int(text)
+
+
+def _machines(text: str) -> str:
+    """A number of machines, or the least and the most."""
+    ends = text.split(":")
+    numbers = [int(end) if end.isascii() and end.isdigit() else 0 for end in ends]
+    if len(ends) > 2 or min(numbers) < 1 or numbers[0] > numbers[-1]:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor LEAST:MOST")
+    return text
 
 
 def _output(text: str) -> Path:
@@ -309,6 +339,11 @@ def _run(arguments: argparse.Namespace) -> int:
     from graphaccel.arguments import CHECK, PINS
     from graphaccel.runtime import launch
 
+    most = int((arguments.nnodes or "1").split(":")[-1])
+    if arguments.node_rank is not None and arguments.node_rank >= most:
+        arguments.usage_error(f"--node-rank {arguments.node_rank} of --nnodes {most}: from 0")
+    if arguments.checkpoint is not None:
+        os.environ["GRAPHACCEL_CHECKPOINT"] = str(arguments.checkpoint.resolve())
     pins = pins_of(arguments)
     if pins:
         os.environ[PINS] = json.dumps(pins)  # read by optimize() in every process

@@ -15,14 +15,22 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
 from graphaccel.errors import GraphAccelError, GraphMisuse, NeedsLauncher, TooManyDevices
 
 PROCESSES_PER_CORE = 4
 """CPU ranks share cores; with more than this, gloo times out before the job progresses."""
 
+STOPPED = 75
+"""Exit code of a run that was asked to stop (SIGTERM) and saved: EX_TEMPFAIL, "try later"."""
+STOPPED_FILE = "GRAPHACCEL_STOPPED"
+"""Environment variable with a file that a rank creates when it ends in this way."""
+
 _STARTED = "GRAPHACCEL_LAUNCHED"
+_TETHER = Path(__file__).with_name("tether.py")
 _ALL_OUTPUT = "GRAPHACCEL_ALL_OUTPUT"
 
 
@@ -50,6 +58,7 @@ def ensure_launched(devices: int, world: int | None = None) -> None:
             )
         check_devices(int(os.environ.get("LOCAL_WORLD_SIZE", started)))
         return
+    devices = _on_this_machine(devices)
     if not _restartable():
         raise NeedsLauncher(devices=devices, command=_command(devices))
     if "torch" in sys.modules:  # otherwise each rank checks: not worth 6 s of imports before exec
@@ -74,7 +83,8 @@ def run_script(
     torchrun_flags: further flags of torch's launcher, e.g. ("--nnodes=2", "--node-rank=0", ...);
         without any, the job is this machine alone.
     all_output: show every rank's standard output, not only the first's.
-    Returns the exit code: 0, or that of the first rank that failed (128 + signal when killed).
+    Returns the exit code: 0, STOPPED, or that of the first rank that failed (128 + signal when
+    killed).
 
     Raises:
         TooManyDevices: more devices than this machine has (GA205).
@@ -97,16 +107,23 @@ def launch(
     # Iteration over sets decides batch order in some scripts: it must be the same on every rank.
     os.environ.setdefault("PYTHONHASHSEED", "0")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // devices)))
+    # The agent's store keeps what the ranks of an earlier start wrote: those of a restart would
+    # connect to addresses of processes that ended. With this each start has a store of its own.
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     logs = tempfile.mkdtemp(prefix="graphaccel_")
-    flags = [*(torchrun_flags or ["--standalone"]), f"--nproc-per-node={devices}"]
+    flags = [*_alone(torchrun_flags), *torchrun_flags, f"--nproc-per-node={devices}"]
     flags += [f"--log-dir={logs}", "--no-python"]
+    stopped = Path(logs) / "stopped"
+    os.environ[STOPPED_FILE] = str(stopped)
+    tether = [sys.executable, "-I", "-S", str(_TETHER), str(os.getpid())]
     hidden = devices > 1 and not all_output and os.environ.get(_ALL_OUTPUT) != "1"
     if hidden:
         flags.append("--redirects=" + ",".join(f"{rank}:1" for rank in range(1, devices)))
     keep = False
     try:
-        run.main([*flags, *command])
-        return 0
+        with _stop_requests() as signals:
+            run.main([*flags, *signals, *tether, *command])
+        return STOPPED if stopped.exists() else 0
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         code = failure.exitcode
@@ -121,6 +138,62 @@ def launch(
     finally:
         if not keep:
             shutil.rmtree(logs)
+
+
+def _alone(flags: Sequence[str]) -> list[str]:
+    """The flag for a job on this machine alone: without flags and variables about others."""
+    several = any(flag.startswith(("--nnodes", "--node-rank", "--rdzv")) for flag in flags)
+    names = ("PET_NODE_RANK", "PET_RDZV_ENDPOINT", "PET_RDZV_BACKEND", "PET_MASTER_ADDR")
+    several = several or os.environ.get("PET_NNODES", "1") not in ("", "1", "1:1")
+    several = several or any(os.environ.get(name) for name in names)
+    return [] if several else ["--standalone"]
+
+
+def _on_this_machine(devices: int) -> int:
+    """How many of all ranks this machine starts, where torchrun's variables name several machines.
+
+    Raises GraphMisuse (GA407) where the machines do not divide them.
+    """
+    nodes = os.environ.get("PET_NNODES", "1")
+    if not nodes.isdigit() or int(nodes) <= 1:
+        return devices
+    if devices % int(nodes):
+        raise GraphMisuse(
+            what=f"devices={devices}, but PET_NNODES={nodes} machines start the same number each",
+            help_line=f"graphaccel run --devices {-(-devices // int(nodes))} train.py",
+        )
+    return devices // int(nodes)
+
+
+@contextmanager
+def _stop_requests() -> Iterator[list[str]]:
+    """Meanwhile a SIGTERM is passed on to the ranks, which may save before they end, without the
+    launcher's limit of 30 s. Gives the flags that leave this signal to us.
+
+    Only on Linux, where a process can ask for its children.
+    """
+    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
+    if not children.exists():
+        yield []
+        return
+
+    def pass_on(number: int, _: object) -> None:
+        ranks = 0
+        for child in map(int, children.read_text().split()):
+            try:
+                if os.getpgid(child) == child:  # ranks have sessions of their own
+                    os.killpg(child, number)
+                    ranks += 1
+            except ProcessLookupError:
+                continue
+        if not ranks:
+            sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, pass_on)
+    try:
+        yield ["--signals-to-handle=SIGINT,SIGHUP,SIGQUIT"]
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def available_devices() -> tuple[int, str]:

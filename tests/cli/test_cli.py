@@ -315,6 +315,12 @@ def test_optimize_reads_pins_of_run(monkeypatch: pytest.MonkeyPatch) -> None:
             "--nnodes 2 --rdzv-endpoint a:29500 --rdzv-id job7",
             "--nnodes=2 --rdzv-endpoint=a:29500 --rdzv-id=job7 --rdzv-backend=c10d",
         ),
+        (
+            "--nnodes 2 --node-rank 1 --rdzv-endpoint a:29500 --max-restarts 3",
+            "--nnodes=2 --rdzv-endpoint=a:29500 --rdzv-backend=c10d --rdzv-id=graphaccel "
+            "--max-restarts=3",
+        ),
+        ("--max-restarts 3", "--max-restarts=3"),
     ],
 )
 def test_torchrun_flags(text: str, flags: str) -> None:
