@@ -63,9 +63,11 @@ class Pair:
         given = {t.dtype for t in self.subject.model.parameters() if t.is_floating_point()}
         return torch.float64 if given == {torch.float64} else torch.float32
 
-    def compare(self, setting: Setting) -> tuple[Deviation, ...]:
-        """Deviations of every value. The model is restored afterwards."""
-        graph, eager = self.run(setting)
+    def compare(
+        self, setting: Setting, seen: Callable[[Results], Any] | None = None
+    ) -> tuple[Deviation, ...]:
+        """Deviations of every value. The model is restored afterwards. seen: as in `run`."""
+        graph, eager = self.run(setting, seen=seen)
         return deviations(graph, eager, self.dtype(setting))
 
     def compare_eager(self, setting: Setting) -> tuple[Deviation, ...]:
@@ -78,15 +80,19 @@ class Pair:
         setting: Setting,
         observe: Observer | None = None,
         watch: Callable[[], Any] | None = None,
+        seen: Callable[[Results], Any] | None = None,
     ) -> tuple[Results, Results]:
         """(the graph's, eager's). observe: called with the nodes of the graph. watch: returns a
-        dispatch mode in which eager code also runs."""
+        dispatch mode in which eager code also runs. seen: called with the graph's results, all
+        buffers included."""
         model = self.subject.model
         batch = part(self.batch, self.step, setting, self.subject.device)
         with untouched(model, wide=setting.wide) as guard:
             state = RandomState.here()
             with precision(setting), SameDraws(by_shape=setting.by_shape):
                 graph = self.graph(batch, setting, observe)
+            if seen is not None:
+                seen(graph)
             graph = replace(graph, buffers=_changed(model, graph.buffers))
             state.restore()
             with self._plain(setting, guard), ExitStack() as stack:

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from graphaccel.proof.results import Deviation, shown
+from graphaccel.proof.results import Deviation, Results, shown
 
 
 @dataclass(frozen=True)
 class Proof:
     """proved: whether it was compared and is equal. text: for the progress line. error: the largest
     difference. again: not proved because of the values of this batch: another one may do. early:
-    not proved because the model has no weights yet."""
+    not proved because the model has no weights yet. graph: sums of what the graph gave for the
+    whole batch, with a step's own draws and precision, where that was compared."""
 
     proved: bool
     text: str
     error: float = 0.0
     again: bool = False
     early: bool = False
+    graph: Results | None = field(default=None, repr=False)
 
 
 def judge(found: Sequence[Deviation], *, trained: bool, note: str = "") -> Proof:

@@ -28,7 +28,8 @@ from graphaccel.proof.evidence import Proof, judge
 from graphaccel.proof.graph_step import GraphFailed
 from graphaccel.proof.layers import FEW, few_layers, first_difference, layers
 from graphaccel.proof.locate import Difference, difference_at, locate
-from graphaccel.proof.results import Deviation
+from graphaccel.proof.results import Deviation, Results, kept_of
+from graphaccel.proof.sums import sums_of
 
 log = logging.getLogger("graphaccel.proof")
 
@@ -101,10 +102,13 @@ def prove_together(pair: Pair | str, ranks: int) -> Proof:
             said[0] = here = error
         except Exception as error:  # of the user's model; it may not survive pickling
             said[0], here = RuntimeError(f"rank 0: {type(error).__name__}: {error}"), error
+    made, graph = said[0], None
+    if isinstance(made, Proof):
+        graph, said[0] = made.graph, replace(made, graph=None)
     dist.broadcast_object_list(said, 0)
     if here is not None or isinstance(said[0], Exception):
         raise here or said[0]
-    return said[0]
+    return replace(said[0], graph=graph)
 
 
 def examine(pair: Pair) -> Proof | Differs:
@@ -201,15 +205,18 @@ def _verdict(pair: Pair, setting: Setting) -> Proof | tuple[Setting, tuple[Devia
     """
     rough: tuple[Deviation, ...] | None = None
     note = ""
+    kept: list[Results] = []
     if not _narrow(pair):
-        rough = pair.compare(setting)
+        whole = setting.rows is None and pair.of is None and not draws(pair.step)
+        seen = (lambda graph: kept.append(kept_of(graph, sums_of))) if whole else None
+        rough = pair.compare(setting, seen)
         overflow = any(one.overflow and one.kind in ("loss", "gradient") for one in rough)
         if overflow:
             return _unsteady(pair, setting) or (setting, _wrong(rough))
         if not _wrong(rough):
             made = _judged(pair, rough)
             if not any(one.void == "not finite" for one in rough):
-                return made
+                return replace(made, graph=kept[0] if kept else None)
             note = f", in float64: otherwise {made.text}"
     wide = replace(setting, wide=True)
     try:

@@ -18,6 +18,7 @@ from graphaccel.progress import progress
 from graphaccel.proof.comparison import Pair
 from graphaccel.proof.first_step import prove_together
 from graphaccel.proof.planned import Expected, Given, Part, expect_together, parts_of
+from graphaccel.proof.results import Results
 from graphaccel.runtime.mesh import Mesh
 from graphaccel.runtime.parameters.remote import RemoteTensor
 from graphaccel.runtime.parameters.sharded import local_of
@@ -70,6 +71,7 @@ class Gate:
         self._on, self._ranks = on, ranks
         self._proved: set[int] = set()
         self._undecided: dict[int, int] = {}  # id of a step → how many more batches are compared
+        self._graph: Results | None = None
         self._compared, self._early = False, False  # the batch of the next step, as far as is known
         self._left, self._reason = MORE, "weights are shards, and were written after optimize()"
         self._reference: _Reference | None = None
@@ -83,7 +85,7 @@ class Gate:
         finally:
             self.proving = False
         self._proved.add(id(step))
-        self._compared, self._early = not made.early, made.early
+        self._compared, self._early, self._graph = not made.early, made.early, made.graph
         left = self._undecided.pop(id(step), MORE + 1) - 1
         if (made.again or made.early) and left:
             self._undecided[id(step)] = left
@@ -110,9 +112,11 @@ class Gate:
         """What a step of this batch must give; called while weights are full. None where the model
         has no weights yet: it is then asked for before the first step."""
         if self._early:
+            self._early = False
             self._reason = "no device ever had all weights"
             return None
-        return expect_together(pair, plan, program, self._ranks, example=example)
+        known, self._graph = self._graph, None
+        return expect_together(pair, plan, program, self._ranks, example=example, known=known)
 
     def keep(
         self,
@@ -138,16 +142,18 @@ class Gate:
             self._decide(now)
         self._compared = False
         if not self.closed:
+            self._graph = None
             return
         known = self._reference
         if known is None or (known.example and self._changed(known, model)):
-            made: Expected | str = self._reason
+            made: Expected | str | None = self._reason
             if now.whole:
                 pair = now.pair()
                 assert isinstance(pair, Pair)
-                made = expect_together(pair, now.plan, now.program, self._ranks, example=False)
+                made = self.expect(pair, now.plan, now.program, example=False)
             elif known is not None and isinstance(known.made, str):
                 made = known.made
+            assert made is not None
             known = self._reference = _Reference(made, now.batch, trial)
         made = known.made
         if isinstance(made, str):

@@ -27,7 +27,8 @@ from graphaccel.proof.comparison import Pair, Setting, draws, graph_results
 from graphaccel.proof.constant_draws import ConstantDraws, can_be_constant
 from graphaccel.proof.first_step import affordable
 from graphaccel.proof.graph_step import GraphFailed
-from graphaccel.proof.results import shown
+from graphaccel.proof.results import Results, shown
+from graphaccel.proof.sums import Sums, sums_of
 from graphaccel.runtime.mesh import Mesh
 from graphaccel.runtime.parameters.layout import Layout
 
@@ -44,10 +45,6 @@ others times the dtype's epsilon. The effect of a wrong rewrite (a part that is 
 of means) is a hundred times larger.
 """
 
-_TILE = 8191
-"""Elements of the direction that are computed once: a prime, so that no dim is a multiple of it."""
-
-Sums = tuple[float, float]
 Part = tuple[tuple[int, ...], float, float]
 
 
@@ -183,63 +180,36 @@ def parts_of(given: Given) -> dict[str, Part]:
 
 def _parts(given: Given) -> Iterator[tuple[str, Part]]:
     if given.loss is not None:
-        yield "loss", ((), *_sums(given.loss))
+        yield "loss", ((), *sums_of(given.loss))
     for leaf, tensor in given.outputs.items():
         if tensor.is_floating_point():
-            yield f"output {leaf}", ((), *_sums(tensor))
+            yield f"output {leaf}", ((), *sums_of(tensor))
     for name, tensor in given.buffers.items():
-        yield f"new value of `{name}`", ((), *_sums(tensor))
+        yield f"new value of `{name}`", ((), *sums_of(tensor))
     for name, tensor in given.gradients.items():
         layout = given.layouts.get(name)
         place = ()
         if layout is not None:
             place = tuple(layout.mesh.coordinate(split.axis) for split in layout.splits)
-        yield f"gradient of `{name}`", (place, *_sums(tensor, layout))
+        yield f"gradient of `{name}`", (place, *sums_of(tensor, layout))
     for leaf, tensor in given.inputs.items():
-        yield f"gradient of input leaf {leaf}", ((), *_sums(tensor))
-
-
-def _sums(tensor: Tensor, layout: Layout | None = None) -> Sums:
-    """(squared norm, dot product with the direction) of a tensor, or of this rank's shard."""
-    flat = tensor.detach().reshape(-1)
-    if layout is None:
-        tiles = -(-flat.numel() // _TILE)
-        parts = [flat[i : i + _chunk(tiles)] for i in range(0, flat.numel(), _chunk(tiles))]
-        along = (_direction(i * _chunk(tiles), p.numel(), p.device) for i, p in enumerate(parts))
-    else:
-        whole = _direction(0, layout.shape.numel(), tensor.device).view(layout.shape)
-        parts, along = [flat], iter([layout.own(whole).reshape(-1)])
-    squares = products = 0.0
-    for part, direction in zip(parts, along, strict=True):
-        wide = part.double()
-        squares += float(wide.dot(wide))
-        products += float(wide.dot(direction))
-    return squares, products
-
-
-def _chunk(tiles: int) -> int:
-    """How many elements to widen at a time: few enough to need little memory beside the tensor."""
-    return _TILE * max(1, tiles // 64)
-
-
-def _direction(start: int, count: int, device: torch.device) -> Tensor:
-    """float64 [count]: the direction from element `start` on, which is a multiple of a tile.
-
-    It is a tile of cosines, repeated with a different factor each time.
-    """
-    tiles = torch.arange(start // _TILE, (start + count - 1) // _TILE + 1, device=device)
-    factors = 1 + 0.5 * torch.cos(0.9 * tiles.double())
-    tile = torch.cos(1.7 * torch.arange(_TILE, dtype=torch.float64, device=device))
-    return torch.outer(factors, tile).view(-1)[:count]
+        yield f"gradient of input leaf {leaf}", ((), *sums_of(tensor))
 
 
 def expect(
-    pair: Pair, plan: Plan, program: StepProgram, devices: int, *, example: bool
+    pair: Pair,
+    plan: Plan,
+    program: StepProgram,
+    devices: int,
+    *,
+    example: bool,
+    known: Results | None = None,
 ) -> Expected | str:
     """What the captured graph gives for the batch of the pair, or why it is not computed.
 
     program: of the plan. example: whether the first training step may come with other random
-    states. Parameters must still be full. Nothing is changed.
+    states. known: what the graph gave for the batch when it was compared with eager, as sums; used
+    where the plan's step has the same graph. Parameters must still be full. Nothing is changed.
     """
     reason = _too_much(pair, plan, devices)
     if reason:
@@ -251,7 +221,8 @@ def expect(
     step = prepared(pair.step, replace(plan, fusions=()))
     try:
         with ConstantDraws() if constant else nullcontext():
-            made = graph_results(replace(pair, step=step), _sums)
+            known = known if step.graph is pair.step.graph and not constant else None
+            made = known or graph_results(replace(pair, step=step), sums_of)
     except torch.OutOfMemoryError:
         return "not enough memory for the whole batch on one device"
     except GraphFailed as error:
@@ -267,7 +238,13 @@ def expect(
 
 
 def expect_together(
-    pair: Pair, plan: Plan, program: StepProgram, devices: int, *, example: bool
+    pair: Pair,
+    plan: Plan,
+    program: StepProgram,
+    devices: int,
+    *,
+    example: bool,
+    known: Results | None = None,
 ) -> Expected | str:
     """`expect` on rank 0 for all. A collective.
 
@@ -276,7 +253,7 @@ def expect_together(
     said: list[Any] = [None]
     if devices == 1 or dist.get_rank() == 0:
         try:
-            said[0] = expect(pair, plan, program, devices, example=example)
+            said[0] = expect(pair, plan, program, devices, example=example, known=known)
         except PlanDiffers as error:  # on all ranks: none may wait for another in the step
             said[0] = error
     if devices > 1:

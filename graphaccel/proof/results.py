@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ there.
 _FLOOR = {torch.float64: 1e-13, torch.float32: 1e-7}
 """Relative to the largest gradient: a gradient that is mathematically zero (the bias of attention's
 keys) is the rounding of terms that cancel."""
+_SAFE = 1e-12
+"""A float32 norm below it may have lost squares below the dtype's range."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,21 @@ class Results:
     inputs: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
     strangers: tuple[tuple[int, ...], ...] = field(default=())
+
+
+def kept_of(results: Results, keep: Callable[[Tensor], Any]) -> Results:
+    """The results with each tensor reduced by `keep`, as by `run_graph`."""
+
+    def each(values: Mapping[Any, Tensor]) -> dict[Any, Any]:
+        return {key: keep(value) for key, value in values.items()}
+
+    return Results(
+        None if results.loss is None else keep(results.loss),
+        each(results.outputs),
+        each(results.gradients),
+        each(results.inputs),
+        each(results.buffers),
+    )
 
 
 @dataclass(frozen=True)
@@ -131,6 +149,11 @@ def _pairs(
 
 
 def _norm(value: Tensor) -> float:
+    """In float32 where its squares are in range, which is five times quicker than in float64."""
+    if value.dtype == torch.float32:
+        norm = float(torch.linalg.vector_norm(value))
+        if _SAFE < norm < math.inf:
+            return norm
     return float(torch.linalg.vector_norm(value, dtype=torch.float64))
 
 
