@@ -24,6 +24,7 @@ from graphaccel.capture.blocks import block_of
 from graphaccel.capture.export import ForwardGraph, GraphInput, GraphOutput
 from graphaccel.capture.functional import SharedWrite, without_writes
 from graphaccel.capture.trace import Answers, NotTraced, trace
+from graphaccel.capture.watch import INSIDE
 from graphaccel.compat.torch.fakes import fake_mode_of
 from graphaccel.compat.torch.modes import without_modes
 from graphaccel.compat.torch.onednn import without_onednn
@@ -336,4 +337,5 @@ def _merge_casts(joint: fx.GraphModule, inputs: Sequence[GraphInput]) -> None:
 def source_line(node: fx.Node) -> tuple[str, int] | None:
     """(file, line) of the user's code that created a node."""
     frames = FRAME.findall(node.meta.get("stack_trace") or "")
-    return (frames[-1][0], int(frames[-1][1])) if frames else None
+    own = [(file, int(line)) for file, line in frames if not file.startswith(INSIDE)]
+    return own[-1] if own else None

@@ -27,6 +27,7 @@ from graphaccel.capture.python_function import (
     Slot,
 )
 from graphaccel.capture.recorded import is_own, record, recording, tried_hook
+from graphaccel.capture.statistics import FORMS, cumulative_averages
 from graphaccel.capture.weights import Weights
 from graphaccel.compat.torch.autograd import (
     checkpoints_called,
@@ -84,8 +85,9 @@ class Watch:
         self.calls.marks.clear()
         self._gradients.clear()
         own = {id(t) for t in (*self._model.parameters(), *self._model.buffers())}
+        averages = cumulative_averages()
         with ExitStack() as stack:
-            for context in (recording(), checkpoints_called(), _saved_as_they_are()):
+            for context in (recording(), checkpoints_called(), _saved_as_they_are(), averages):
                 stack.enter_context(context)
             stack.enter_context(gradient_nodes_refused(_node_read))
             stack.enter_context(_Functions(self._weights, own, self.calls, self._gradients))
@@ -162,6 +164,9 @@ class _Functions(TorchFunctionMode):
                     self._gradients.append(traceback.extract_stack())
         if "generator" in kwargs:
             kwargs = _default_generator(kwargs)
+        form = FORMS.get(func)
+        if form is not None:
+            return form(func, *args, **kwargs)
         name = _NAMES.get(func)
         if name is None:
             return func(*args, **kwargs)
