@@ -238,6 +238,8 @@ def _from_file(path: str) -> Plan:
         reason, cause = f"it has no field {error}", error
     except (AttributeError, TypeError) as error:
         reason, cause = "it is no plan", error
+    except RecursionError as error:
+        reason, cause = "it is nested too deeply", error
     except ValueError as error:
         reason, cause = str(error), error
     raise _unread(path, reason) from cause

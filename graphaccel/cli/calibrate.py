@@ -15,6 +15,7 @@ from torch import fx
 from graphaccel.capture.batch import Batch
 from graphaccel.cli.calibration import measured
 from graphaccel.cli.jobs import find_job
+from graphaccel.cli.output import writing
 from graphaccel.cli.plan import chosen_cluster, pins_of
 from graphaccel.compat.torch.graphs import BoxedCode
 from graphaccel.compiler.compiler import Compiler
@@ -61,7 +62,8 @@ def calibrate_command(args: argparse.Namespace) -> int:
     costs = region_costs(Compiler(model, where, pins), job.batch, kernels, _progress)
     name = calibration_name(kernels.name, torch.get_num_threads())
     known = {**where.ort.get(name, {}), **{c.key: (c.torch, c.ort) for c in costs}}
-    write_cluster(replace(where, ort={**where.ort, name: known}), args.output)
+    with writing(args.output):
+        write_cluster(replace(where, ort={**where.ort, name: known}), args.output)
     print(table(costs, name))
     print(f"\nsaved {args.output}: use it with  graphaccel plan ... --cluster {args.output}")
     return 0
@@ -69,7 +71,8 @@ def calibrate_command(args: argparse.Namespace) -> int:
 
 def _calibrate_ops(args: argparse.Namespace) -> int:
     cluster = measured(chosen_cluster(args), args.target, args.threads)
-    write_cluster(cluster, args.output)
+    with writing(args.output):
+        write_cluster(cluster, args.output)
     print(op_table(cluster))
     print(f"\nsaved {args.output}: use it with  graphaccel plan ... --cluster {args.output}")
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import keyword
 import statistics
 import sys
 import time
@@ -20,6 +21,7 @@ from graphaccel.capture.differentiate import module_path
 from graphaccel.capture.stepgraph import capture
 from graphaccel.cli.fusion_check import check
 from graphaccel.cli.jobs import find_job
+from graphaccel.cli.output import writing
 from graphaccel.errors import GraphMisuse
 from graphaccel.errors.messages import columns
 from graphaccel.kernels.register import op_of, parameters, registered, tensors
@@ -99,11 +101,12 @@ def _chosen(name: str) -> list[Fusion]:
 
 def _new(name: str) -> int:
     path = Path(f"{name}.py")
-    if not name.isidentifier():
+    if not name.isidentifier() or keyword.iskeyword(name):
         raise GraphMisuse(what=f"{name!r} is no Python name", help_line="letters, digits and _")
     if path.exists():
         raise GraphMisuse(what=f"{path} exists already", help_line="another NAME, or remove it")
-    path.write_text(_TEMPLATE.read_text().replace("NAME", name))
+    with writing(path):
+        path.write_text(_TEMPLATE.read_text().replace("NAME", name))
     print(f"wrote {path}\nprove it:  graphaccel fusion check {path}")
     print(f"time it:   graphaccel fusion bench {path}")
     return 0
@@ -155,7 +158,9 @@ def _bench(chosen: Sequence[Fusion], out: Path | None) -> int:
         if fusion.rewrite is not None:
             print(f"{fusion.name}: calls of torch's own, nothing to time")
     if out is not None:
-        out.write_text(json.dumps({"device": device, "copy": bandwidth, "rows": data}, indent=1))
+        found = {"device": device, "copy": bandwidth, "rows": data}
+        with writing(out):
+            out.write_text(json.dumps(found, indent=1))
     return 0
 
 

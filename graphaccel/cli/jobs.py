@@ -7,7 +7,7 @@ import os
 import runpy
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,15 +84,18 @@ def job_of_script(file: Path) -> Job:
     Raises GraphMisuse (GA407) for a script that ends before it trains under `optimize()`.
     """
     print(f"graphaccel: running {file} up to its first training batch", file=sys.stderr)
-    request = None
-    with _first_on_path(file.resolve().parent), _as_script(file):
+    request, ended = None, ""
+    printed = redirect_stdout(sys.stderr)  # standard output is the plan's
+    with _first_on_path(file.resolve().parent), _as_script(file), printed:
         try:
             runpy.run_path(str(file), run_name="__main__")
         except PlanRequested as found:
             request = found
+        except SystemExit as end:
+            ended = f", by sys.exit({'' if end.code is None else repr(end.code)}),"
     if request is None:
         raise GraphMisuse(
-            what=f"{file} ended without training a model under graphaccel.optimize()",
+            what=f"{file} ended{ended} without training a model under graphaccel.optimize()",
             help_line="model, optimizer = graphaccel.optimize(model, optimizer)",
         )
     model, example = request.model, request.example

@@ -380,9 +380,12 @@ def _explain(arguments: argparse.Namespace) -> int:
 
         return passes_command()
     if arguments.subject.endswith(".json"):
+        from graphaccel.arguments import read_plan
         from graphaccel.report.ort import ort_report
 
-        print(ort_report(Path(arguments.subject)), end="")
+        plan = read_plan(arguments.subject, {})
+        assert plan is not None
+        print(ort_report(plan), end="")
         return 0
     package = Path(__file__).parents[1]
     folders = (package / "docs_errors", package.parent / "docs" / "errors")  # wheel, checkout

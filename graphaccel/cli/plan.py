@@ -16,6 +16,7 @@ from graphaccel.api import cluster_here
 from graphaccel.arguments import check_can_run, read_plan, with_checkpointing
 from graphaccel.cli.jobs import Job, find_job
 from graphaccel.cli.measure import check_here, measure
+from graphaccel.cli.output import writing
 from graphaccel.cli.pin_options import pins_of
 from graphaccel.compiler.compiler import Compiler
 from graphaccel.compiler.model import check_supported, model_of
@@ -292,7 +293,8 @@ def _save(args: argparse.Namespace, plan: Plan) -> list[str]:
     """Save the plan before anything else can fail; returns the line that reports it."""
     if args.json is None:
         return []
-    plan.save(args.json)
+    with writing(args.json):
+        plan.save(args.json)
     run = f'graphaccel.optimize(model, plan="{args.json}")'
     only = plan.precision.planned_only
     use = "it is planned only, export it" if only else f"run it with  {run}"
@@ -303,16 +305,20 @@ def _write(found: _Found, facts: Facts) -> Iterator[str]:
     """Write the other files that were asked for, with a line for each."""
     args = found.args
     if args.save_cluster is not None:
-        write_cluster(found.where, args.save_cluster)
+        with writing(args.save_cluster):
+            write_cluster(found.where, args.save_cluster)
         yield f"{args.save_cluster}: plan for it with  --cluster {args.save_cluster}"
     if args.refine is not None and facts.measured is not None:
-        write_cluster(found.with_measured(facts), args.refine)
+        with writing(args.refine):
+            write_cluster(found.with_measured(facts), args.refine)
         yield f"{args.refine}: predicted by this step are plans with  --cluster {args.refine}"
     if args.html is not None:
-        args.html.write_text(html_page(facts), encoding="utf-8")
+        with writing(args.html):
+            args.html.write_text(html_page(facts), encoding="utf-8")
         yield f"{args.html}: open it in a browser"
     if args.trace is not None:
-        args.trace.write_text(trace_json(facts), encoding="utf-8")
+        with writing(args.trace):
+            args.trace.write_text(trace_json(facts), encoding="utf-8")
         yield f"{args.trace}: open it at  https://ui.perfetto.dev"
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from graphaccel.errors.messages import columns
 from graphaccel.ir.program import OrtDeclined, OrtReport
 from graphaccel.planner.plan.plan import Plan
@@ -28,12 +26,8 @@ def ort_lines(plan: Plan) -> list[str]:
     return lines
 
 
-def ort_report(path: Path) -> str:
-    """All regions of a saved plan, and all that was requested but stays in torch.
-
-    Raises ValueError for a file that is not a plan.
-    """
-    plan = Plan.from_json(path.read_text())
+def ort_report(plan: Plan) -> str:
+    """All regions of a plan, and all that was requested but stays in torch."""
     report = plan.prediction.ort if plan.prediction is not None else None
     if report is None:
         return f"ort={plan.ort!r}: nothing runs in ONNX Runtime\n"

@@ -231,7 +231,15 @@ def _restartable() -> bool:
     interactive = hasattr(sys, "ps1") or sys.flags.interactive or hasattr(builtins, "get_ipython")
     piped = sys.argv[0] in ("", "-")
     child = multiprocessing.parent_process() is not None
-    return not (interactive or piped or child or _STARTED in os.environ)
+    return not (interactive or piped or child or _in_pytest() or _STARTED in os.environ)
+
+
+def _in_pytest() -> bool:
+    """Whether pytest started this program: restarted, it would take the place of all tests and
+    their output."""
+    path = Path(sys.argv[0])
+    run = path.name in ("pytest", "py.test") or path.parts[-2:] == ("pytest", "__main__.py")
+    return "pytest" in sys.modules and (run or "xdist" in sys.modules)
 
 
 def _command(devices: int) -> str:

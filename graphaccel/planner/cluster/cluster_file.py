@@ -57,6 +57,8 @@ def read_cluster(file: Path, devices: int | None = None) -> Cluster:
         raise BadCluster(where=str(file), problems=(error.strerror or str(error),)) from error
     except ValueError as error:
         raise BadCluster(where=str(file), problems=(f"it is no JSON: {error}",)) from error
+    except RecursionError as error:
+        raise BadCluster(where=str(file), problems=("it is nested too deeply",)) from error
     problems = tuple(_problems(data, devices))
     if problems:
         raise BadCluster(where=str(file), problems=problems)

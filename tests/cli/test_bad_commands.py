@@ -1,0 +1,171 @@
+"""Damaged files and odd command lines: an error of ours or a usage line, never a traceback."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import graphaccel
+from graphaccel import errors
+from graphaccel.cli import main as cli
+from graphaccel.cli.fusion import run as fusion_command
+from graphaccel.planner.cluster.catalogue import cluster
+from graphaccel.planner.cluster.cluster_file import read_cluster
+from graphaccel.runtime.launch import ensure_launched
+from tests.support.small import Classifier, small_batch
+
+VALUES = (None, True, -1, 0, 3, 10**30, 0.5, "x", "", [], [[]], {}, {"x": 1}, [None, 2], "data")
+
+
+def _places(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The paths of every value inside of JSON data."""
+    items: Any = data.items() if isinstance(data, dict) else enumerate(data)
+    for key, value in items:
+        yield (*path, key)
+        if isinstance(value, (dict, list)):
+            yield from _places(value, (*path, key))
+
+
+def _mutated(data: Any, draw: random.Random) -> Any:
+    """One value replaced, removed, or a field added."""
+    made = copy.deepcopy(data)
+    *parents, last = draw.choice(list(_places(made)))
+    inside = made
+    for key in parents:
+        inside = inside[key]
+    action = draw.random()
+    if action < 0.15:
+        del inside[last]
+    elif action < 0.25 and isinstance(inside, dict):
+        inside["unknown"] = 1
+    else:
+        inside[last] = draw.choice(VALUES)
+    return made
+
+
+@pytest.fixture(scope="module")
+def plan() -> Any:
+    """A saved plan with what a placement in ONNX Runtime and alternatives add."""
+    return json.loads(graphaccel.plan(Classifier(), small_batch(), devices=2).to_json())
+
+
+def test_no_mutation_of_a_plan_is_a_traceback(
+    plan: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    region = {"stage": 0, "phase": "forward", "module": "out", "ops": 2, "key": "k"}
+    declined = {"op": "x", "reason": "y", "count": 1, "module": "", "location": ""}
+    report = {"build": "1", "nodes": 4, "placed": 2, "regions": [region], "declined": [declined]}
+    plan = {**plan, "prediction": {**plan["prediction"], "ort": report}}
+    whole, file = tmp_path / "whole.json", tmp_path / "plan.json"
+    whole.write_text(json.dumps(plan))
+    assert cli.main(["explain", str(whole)]) == 0
+    refused = 0
+    for seed in range(300):
+        file.write_text(json.dumps(_mutated(plan, random.Random(seed))))
+        refused += cli.main(["explain", str(file)])
+        assert cli.main(["plan", "--compare", str(whole), str(file)]) in (0, 1)
+    assert refused > 150
+    assert "error[GA" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "{", "3", "null", "[]", '{"schema": 1}', ""])
+def test_what_is_no_plan(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text(text)
+    assert cli.main(["explain", str(file)]) == 1
+    assert f"error[GA407]: plan `{file}` can not be read: " in capsys.readouterr().err
+    with pytest.raises(errors.BadCluster):
+        read_cluster(file)
+
+
+def test_no_mutation_of_a_cluster_is_a_traceback(tmp_path: Path) -> None:
+    data, file, refused = cluster("h100-80gb", 16).to_json(), tmp_path / "cluster.json", 0
+    for seed in range(200):
+        file.write_text(json.dumps(_mutated(data, random.Random(seed))))
+        try:
+            read_cluster(file)
+        except errors.BadCluster:
+            refused += 1
+    assert refused > 100
+
+
+def test_no_command_line_is_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "run", "explain", "fusion", "calibrate", "--devices", "2", "-1", "x", "GA201",
+             "--json", "--memory", "80GiB", "-m", "--", "--nnodes", "1:2", "--data", "0", "\udc80",
+             "--why-not", "tensor=4", "--format", "json", "", "new", "--compare", "--max-restarts",
+             "--microbatches", "two", "--precision", "fp7", "--help"]  # fmt: skip
+    ended = set()
+    for seed in range(100):
+        draw = random.Random(seed)
+        line = [draw.choice(words[:5]), *draw.choices(words, k=draw.randrange(6))]
+        try:
+            cli.build_parser().parse_args(line)
+        except SystemExit as end:
+            ended.add(end.code)
+    capsys.readouterr()
+    assert ended == {0, 2}
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+import graphaccel
+from tests.support.small import Classifier, small_batch
+print("the script says hello")
+if len(sys.argv) == 1 and Path("end").exists():
+    sys.exit(Path("end").read_text() or None)
+graphaccel.optimize(Classifier(), example_batch=small_batch())
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "said"), [("", "by sys.exit(), "), ("no data", "by sys.exit('no data'), ")]
+)
+def test_a_script_that_ends_before_optimize(
+    code: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(SCRIPT)
+    Path("end").write_text(code)
+    assert cli.main(["plan", "train.py", "--devices", "1", "--device", "cpu"]) == 1
+    text = f"train.py ended, {said}without training a model under graphaccel.optimize()"
+    assert f"error[GA407]: {text}" in capsys.readouterr().err
+
+
+def test_what_a_script_prints_is_not_in_the_report_and_a_full_disk_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(SCRIPT)
+    command = ["plan", "train.py", "--devices", "1", "--device", "cpu", "--format", "json"]
+    assert cli.main(command) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["schema"] == 1
+    assert "the script says hello" in err
+    assert cli.main([*command, "--json", "/dev/full"]) == 1
+    said = "error[GA407]: `/dev/full` can not be written: No space left on device"
+    assert said in capsys.readouterr().err
+
+
+def test_a_fusion_is_not_named_by_a_keyword(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = cli.build_parser().parse_args(["fusion", "new", "class"])
+    with pytest.raises(errors.GraphMisuse, match="'class' is no Python name"):
+        fusion_command(arguments)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tests_are_not_restarted_as_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WORLD_SIZE", "GRAPHACCEL_LAUNCHED"):
+        monkeypatch.delenv(name, raising=False)
+    for program in ("/usr/bin/pytest", "site-packages/pytest/__main__.py"):
+        monkeypatch.setattr(sys, "argv", [program])
+        with pytest.raises(errors.NeedsLauncher):
+            ensure_launched(2)
