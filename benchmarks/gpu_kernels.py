@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from graphaccel.kernels.attention_cuda import attention, attention_backward
-from graphaccel.kernels.check import check_numbers
+from graphaccel.kernels.check.numbers import check_numbers
 from graphaccel.kernels.multi_tensor import AdamRule, Around, MultiTensor, SGDRule
 from graphaccel.kernels.register import op_of, parameters, tensors
 from graphaccel.kernels.registry import fusions

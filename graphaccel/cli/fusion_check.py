@@ -11,7 +11,8 @@ from torch import Tensor, fx, nn
 
 from graphaccel.capture.batch import as_call, flatten_call
 from graphaccel.capture.stepgraph import StepGraph, capture
-from graphaccel.kernels.check import DTYPES, Fault, check_numbers
+from graphaccel.kernels.check.cases import DTYPES
+from graphaccel.kernels.check.numbers import Fault, check_numbers
 from graphaccel.kernels.examples import example
 from graphaccel.kernels.register import backward_of, op_of, parameters, tensors
 from graphaccel.kernels.spec import Function, Fusion, Scalar

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import gpu, gpu_kernels
-from graphaccel.kernels.check import Fault
+from graphaccel.kernels.check.numbers import Fault
 from graphaccel.kernels.multi_tensor import MultiTensor
 from graphaccel.kernels.registry import fusions, shipped
 from graphaccel.kernels.spec import Fusion

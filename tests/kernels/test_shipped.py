@@ -14,7 +14,7 @@ import torch
 from graphaccel.cli import main as cli
 from graphaccel.cli.fusion_check import check_patterns, check_rule
 from graphaccel.errors import BadFusion, KernelFailed, UnknownFusion
-from graphaccel.kernels.check import check_numbers
+from graphaccel.kernels.check.numbers import check_numbers
 from graphaccel.kernels.fusion import T, fusion
 from graphaccel.kernels.registry import enabled, fusion_named, shipped
 

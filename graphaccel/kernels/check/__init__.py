@@ -1,0 +1,1 @@
+"""Checks a fused op's numbers against eager's and float64."""
