@@ -1,4 +1,4 @@
-"""Parses the command line: `graphaccel plan | run | calibrate | doctor | explain | fusion`.
+"""Parses the command line: `graphaccel plan | run | tokenize | calibrate | doctor | ...`.
 
 Exit codes: 0 done (and for `plan`: it fits), 1 an error, 2 bad arguments, 3 no plan fits, 130 ended
 by Ctrl-C (`plan` then shows the best so far).
@@ -67,6 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_plan(commands)
     _add_run(commands)
+    _add_tokenize(commands)
     _add_calibrate(commands)
     doctor = commands.add_parser("doctor", help="what is installed, what is missing, its cost")
     doctor.set_defaults(run_command=_doctor)
@@ -154,6 +155,43 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     add_pins(plan)
     plan.set_defaults(run_command=_plan, usage_error=plan.error)
+
+
+def _add_tokenize(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    tokenize = commands.add_parser(
+        "tokenize",
+        help="write the tokens of JSON lines to a file, as Megatron-LM does",
+        description="Write the tokens of JSON lines to PREFIX.bin and PREFIX.idx, a document a "
+        "line. Megatron-LM reads them, and so does graphaccel.data.",
+    )
+    add = tokenize.add_argument
+    add("files", nargs="+", type=Path, metavar="FILE", help="an object with a text in each line")
+    add("--tokenizer", type=Path, required=True, metavar="FILE", help="tokenizer.json, or a folder")
+    add("--output", type=Path, required=True, metavar="PREFIX", help="of PREFIX.bin, PREFIX.idx")
+    add("--key", default="text", metavar="NAME", help="of the text in an object (text)")
+    add("--end", metavar="TOKEN", help="put behind each document, e.g. '<|endoftext|>'")
+    add("--workers", type=positive, default=1, metavar="N", help="processes (1)")
+    add("--skip-bad-lines", action="store_true", help="go on after them; they are counted")
+    tokenize.set_defaults(run_command=_tokenize)
+
+
+def _tokenize(arguments: argparse.Namespace) -> int:
+    from graphaccel.data.tokenize import tokenize
+
+    written = tokenize(
+        arguments.files,
+        arguments.tokenizer,
+        arguments.output,
+        key=arguments.key,
+        end=arguments.end,
+        workers=arguments.workers,
+        skip_bad_lines=arguments.skip_bad_lines,
+    )
+    print(
+        f"{arguments.output}.bin: {written.documents:,} documents, {written.tokens:,} tokens; "
+        f"{written.skipped} lines skipped"
+    )
+    return 0
 
 
 def _add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -27,6 +27,7 @@ from graphaccel.errors.compiling import (
     CompilerMissing,
     GraphsNeedGpu,
 )
+from graphaccel.errors.data import BadData
 from graphaccel.errors.kernels import (
     BadFuel,
     BadFusion,
@@ -77,6 +78,7 @@ def error_classes() -> dict[str, type[GraphAccelError]]:
 
 __all__ = [
     "BadCluster",
+    "BadData",
     "BadFuel",
     "BadFusion",
     "BadFusionPackage",

@@ -98,8 +98,21 @@ def _measured_small(arguments: list[str], folder: Path) -> list[str]:
     return [arguments[0], f"{file}:job", *arguments[2:]]
 
 
+def _with_text(arguments: list[str], folder: Path) -> list[str]:
+    """The arguments with a text and a tokenizer that exist."""
+    from tokenizers import Tokenizer, models
+
+    (folder / "text.jsonl").write_text('{"text": "word"}\n')
+    vocabulary = {"word": 0, "<|endoftext|>": 1}
+    Tokenizer(models.WordLevel(vocabulary)).save(str(folder / "tokenizer.json"))
+    made = {file.name: str(file) for file in folder.iterdir()}
+    return [made.get(word, word) for word in arguments]
+
+
 def _check_graphaccel(arguments: list[str], folder: Path) -> None:
     parsed = cli.build_parser().parse_args(arguments)
+    if arguments[0] == "tokenize":
+        arguments = _with_text(arguments, folder)
     if arguments[0] == "run":
         _check_script([parsed.script, *parsed.arguments])
     elif arguments[0] in ("plan", "calibrate") and getattr(parsed, "compare", None) is None:

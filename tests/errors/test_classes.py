@@ -17,6 +17,7 @@ from tests.errors import (
     test_capture_texts,
     test_checkpoint_texts,
     test_compile_texts,
+    test_data_texts,
     test_ort_texts,
     test_plan_texts,
     test_run_texts,
@@ -27,7 +28,10 @@ ROOT = Path(__file__).parents[2]
 CASES = [
     *sorted((*test_capture_texts.CASES, *test_state_texts.CASES), key=lambda case: case[0].code),
     *test_plan_texts.CASES,
-    *sorted((*test_run_texts.CASES, *test_checkpoint_texts.CASES), key=lambda case: case[0].code),
+    *sorted(
+        (*test_run_texts.CASES, *test_checkpoint_texts.CASES, *test_data_texts.CASES),
+        key=lambda case: case[0].code,
+    ),
     *test_ort_texts.CASES,
     *test_compile_texts.CASES,
 ]

@@ -1,0 +1,100 @@
+"""Rows of equal length, cut from the documents of a token file that stand one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, Sampler, Subset
+
+from graphaccel.data.token_file import TokenFile
+from graphaccel.errors import BadData
+
+
+class PackedTokens(Dataset):
+    """Row i has tokens i·length to (i + 1)·length of all documents, one after the other.
+
+    A row is a dict of tensors of `length` int64: `input_ids`; `labels`, the same with -100 at the
+    first token of each document, as the token before it is of another (models shift labels
+    themselves); `position_ids`, which begin at 0 in each document. masked: also `attention_mask`,
+    [1, length, length], bool, in which no document sees another. What is left over at the end, less
+    than a row, is left out.
+
+    Raises BadData (GA417) where there is no full row.
+    """
+
+    def __init__(self, tokens: TokenFile, length: int, *, masked: bool = False) -> None:
+        self.tokens, self.length, self.masked = tokens, length, masked
+        self._ends = np.cumsum(tokens.lengths, dtype=np.int64)
+        first = np.asarray(tokens.documents[:-1])
+        starts = np.concatenate([np.zeros(1, np.int64), self._ends])
+        self._documents = np.unique(starts[first])  # the token that each document begins with
+        total = int(self._ends[-1]) if len(self._ends) else 0
+        self._rows = total // length
+        if self._rows == 0:
+            raise BadData(
+                place=str(tokens.prefix),
+                reason=f"it has {total} tokens, less than one row of {length}",
+                help_line=f"PackedTokens(tokens, length={max(total, 1)})",
+            )
+
+    def __len__(self) -> int:
+        """How many rows there are."""
+        return self._rows
+
+    def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
+        """The tensors of a row."""
+        if not 0 <= row < self._rows:
+            raise IndexError(row)
+        begin = row * self.length
+        ids = torch.from_numpy(self._read(begin, begin + self.length))
+        places = np.arange(begin, begin + self.length)
+        document = np.searchsorted(self._documents, places, side="right") - 1
+        positions = torch.from_numpy(places - self._documents[document])
+        found = {
+            "input_ids": ids,
+            "labels": ids.masked_fill(positions == 0, -100),
+            "position_ids": positions,
+        }
+        if self.masked:
+            own = torch.from_numpy(document)
+            found["attention_mask"] = (own[:, None] == own[None]).tril()[None]
+        return found
+
+    def split(self, parts: str) -> tuple[Subset, ...]:
+        """Rows in parts of these shares, in order: "980,20" are 98 % and 2 %, as in Megatron-LM."""
+        shares = np.cumsum([float(part) for part in parts.split(",")])
+        ends = np.round(shares / shares[-1] * self._rows).astype(int)
+        begins = [0, *ends[:-1]]
+        return tuple(Subset(self, range(a, b)) for a, b in zip(begins, ends, strict=True))
+
+    def _read(self, begin: int, end: int) -> np.ndarray:
+        """Tokens `begin` to `end` of all sequences, one after the other: int64."""
+        parts = []
+        sequence = int(np.searchsorted(self._ends, begin, side="right"))
+        while begin < end:
+            stop = int(self._ends[sequence])
+            start = stop - int(self.tokens.lengths[sequence])
+            parts.append(self.tokens[sequence][begin - start : min(end, stop) - start])
+            begin, sequence = min(end, stop), sequence + 1
+        return np.concatenate(parts).astype(np.int64)
+
+
+class ShuffledOrder(Sampler):
+    """Rows in a new random order in each epoch, without end, the same on every rank.
+
+    seed: of the order. done: rows that were trained on before; a run that resumes at step n gives
+    n times the global batch.
+    """
+
+    def __init__(self, rows: int, *, seed: int = 0, done: int = 0) -> None:
+        self.rows, self.seed, self.done = rows, seed, done
+
+    def __iter__(self) -> Iterator[int]:
+        """Row numbers."""
+        epoch, begin = divmod(self.done, self.rows)
+        while True:
+            generator = np.random.default_rng((self.seed, epoch))
+            yield from generator.permutation(self.rows)[begin:].tolist()
+            epoch, begin = epoch + 1, 0

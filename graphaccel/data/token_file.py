@@ -1,0 +1,138 @@
+"""Reads and writes sequences of tokens, in Megatron-LM's pair of files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from graphaccel.data.layout import Index, read_index
+from graphaccel.errors import BadData
+
+
+class TokenFile:
+    """Sequences of tokens in `PREFIX.bin`, indexed by `PREFIX.idx`. Nothing is read before it is
+    asked for.
+
+    Raises BadData (GA417) for a file that is missing, cut off or of another format.
+    """
+
+    def __init__(self, prefix: str | Path) -> None:
+        self.prefix = Path(str(prefix).removesuffix(".bin").removesuffix(".idx"))
+        tokens, index = (_beside(self.prefix, end) for end in (".bin", ".idx"))
+        for path in (tokens, index):
+            if not path.is_file():
+                raise BadData(
+                    place=str(path),
+                    reason="there is no such file",
+                    help_line=f"write it:  graphaccel tokenize text.jsonl --tokenizer "
+                    f"tokenizer.json --output {self.prefix}",
+                )
+        size = tokens.stat().st_size
+        self._index = read_index(index, size)
+        self._bytes = np.memmap(tokens, np.uint8, "r") if size else np.empty(0, np.uint8)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of the tokens."""
+        return self._index.dtype
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each sequence: [sequences], int32."""
+        return self._index.lengths
+
+    @property
+    def documents(self) -> np.ndarray:
+        """First sequence of each document, then the count of sequences: int64."""
+        return self._index.documents
+
+    def __len__(self) -> int:
+        """How many sequences there are."""
+        return len(self._index.lengths)
+
+    def __getitem__(self, sequence: int) -> np.ndarray:
+        """The tokens of a sequence: [length], a view of the file."""
+        length = int(self._index.lengths[sequence])
+        start = int(self._index.pointers[sequence])
+        return self._bytes[start : start + length * self.dtype.itemsize].view(self.dtype)
+
+
+class TokenWriter:
+    """Writes `PREFIX.bin` and `PREFIX.idx`; both get their names when it is closed, so that a
+    run that ends before leaves neither. Use it in a `with` statement.
+
+    dtype: of the tokens; `dtype_for` chooses it by the size of a vocabulary.
+    """
+
+    def __init__(self, prefix: str | Path, dtype: np.dtype | type = np.uint16) -> None:
+        self.prefix, self.dtype = Path(prefix), np.dtype(dtype).newbyteorder("<")
+        self._lengths: list[int] = []
+        self._documents = [0]
+        self._partial = _beside(self.prefix, ".bin.partial")
+        self._file = self._partial.open("wb")
+
+    def add(self, *sequences: Sequence[int] | np.ndarray) -> None:
+        """Add a document of one or more sequences.
+
+        Raises BadData (GA417) for a token that the dtype does not hold.
+        """
+        for tokens in sequences:
+            self._file.write(as_tokens(tokens, self.dtype, self.prefix).tobytes())
+            self._lengths.append(len(tokens))
+        self._documents.append(len(self._lengths))
+
+    def add_many(self, tokens: np.ndarray, lengths: Iterable[int]) -> None:
+        """Add documents of one sequence each, whose tokens stand one after the other."""
+        self._file.write(as_tokens(tokens, self.dtype, self.prefix).tobytes())
+        for length in lengths:
+            self._lengths.append(length)
+            self._documents.append(len(self._lengths))
+
+    def close(self) -> None:
+        """Write the index, and give both files their names."""
+        self._file.close()
+        lengths = np.asarray(self._lengths, np.int32)
+        ends = np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
+        pointers = np.concatenate([np.zeros(1, np.int64), ends])[: len(lengths)]
+        index = _beside(self.prefix, ".idx.partial")
+        Index(self.dtype, lengths, pointers, np.asarray(self._documents)).write(index)
+        self._partial.replace(_beside(self.prefix, ".bin"))
+        index.replace(_beside(self.prefix, ".idx"))
+
+    def __enter__(self) -> TokenWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._file.close()
+            self._partial.unlink()
+
+
+def dtype_for(vocabulary: int) -> np.dtype:
+    """As Megatron-LM chooses: uint16 for a vocabulary below 65,500 tokens, else int32."""
+    return np.dtype("<u2") if vocabulary < 65_500 else np.dtype("<i4")
+
+
+def as_tokens(tokens: Sequence[int] | np.ndarray, dtype: np.dtype, where: Path) -> np.ndarray:
+    """The tokens in `dtype`. Raises BadData (GA417) for one that it does not hold."""
+    given = np.asarray(tokens)
+    if given.size and given.dtype != dtype:
+        bounds = np.iinfo(dtype)
+        if given.min() < bounds.min or given.max() > bounds.max:
+            raise BadData(
+                place=str(where),
+                reason=f"token {int(given.max())} does not fit in {dtype.name}",
+                help_line="TokenWriter(prefix, dtype_for(vocabulary))",
+            )
+    return given.astype(dtype, copy=False)
+
+
+def _beside(prefix: Path, end: str) -> Path:
+    return prefix.with_name(prefix.name + end)

@@ -1,0 +1,185 @@
+"""Turns files of JSON lines into a file of tokens, with several processes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from graphaccel.data.token_file import TokenWriter, dtype_for
+from graphaccel.errors import BadData
+from graphaccel.progress import progress
+
+_CHUNK = 1 << 20
+"""Bytes of lines that a process gets at once."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """What was written. skipped: lines that are no JSON object with a text."""
+
+    documents: int
+    tokens: int
+    skipped: int
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    path: str
+    line: int  # number of the first
+    lines: tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    tokens: np.ndarray
+    lengths: tuple[int, ...]
+    bad: tuple[tuple[int, str], ...]  # number of the line, reason
+
+
+@dataclass(frozen=True)
+class _Encoder:
+    """Turns the lines of a chunk into tokens. file: of the tokenizer; end: token of documents."""
+
+    file: str
+    key: str
+    end: int | None
+
+    def __call__(self, chunk: _Chunk) -> tuple[_Chunk, _Tokens]:
+        texts, bad = [], []
+        for number, line in enumerate(chunk.lines, chunk.line):
+            try:
+                texts.append(_text(line, self.key))
+            except ValueError as error:
+                bad.append((number, str(error)))
+        tail = [] if self.end is None else [self.end]
+        rows = [[*row.ids, *tail] for row in _tokenizer(self.file).encode_batch_fast(texts)]
+        lengths = tuple(map(len, rows))
+        flat = np.fromiter(itertools.chain.from_iterable(rows), np.int64, sum(lengths))
+        return replace(chunk, lines=()), _Tokens(flat, lengths, tuple(bad))
+
+
+@lru_cache(maxsize=1)
+def _tokenizer(file: str) -> Any:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(file)
+
+
+def tokenize(
+    paths: Iterable[str | Path],
+    tokenizer: str | Path,
+    prefix: str | Path,
+    *,
+    key: str = "text",
+    end: str | None = None,
+    workers: int = 1,
+    skip_bad_lines: bool = False,
+) -> Written:
+    """Write the tokens of JSON lines to `PREFIX.bin` and `PREFIX.idx`, a document a line, in order.
+
+    tokenizer: a `tokenizer.json` of the `tokenizers` library, or a folder with one.
+    key: of the text in each line's object.
+    end: a token, e.g. "<|endoftext|>", to put behind each document.
+    workers: processes that tokenize; 1 does it in this one.
+    skip_bad_lines: go on after a line that is no JSON object with a text, and count it.
+
+    Raises BadData (GA417), with file and line number, for such a line, for a tokenizer that is not
+    there, and for an end token that it does not have.
+    """
+    started = time.perf_counter()
+    file = _tokenizer_file(Path(tokenizer))
+    encoder = _Encoder(str(file), key, _end_token(file, end))
+    count = Written(0, 0, 0)
+    with (
+        TokenWriter(prefix, dtype_for(_tokenizer(str(file)).get_vocab_size())) as writer,
+        _workers(workers) as each,
+    ):
+        for chunk, found in each(encoder, _chunks(map(Path, paths))):
+            if found.bad and not skip_bad_lines:
+                raise _bad_line(chunk.path, *found.bad[0])
+            writer.add_many(found.tokens, found.lengths)
+            count = Written(
+                count.documents + len(found.lengths),
+                count.tokens + len(found.tokens),
+                count.skipped + len(found.bad),
+            )
+    text = f"{count.documents:,} documents, {count.tokens:,} tokens, {count.skipped} skipped"
+    progress("tokenize", text, time.perf_counter() - started)
+    return count
+
+
+@contextmanager
+def _workers(count: int) -> Iterator[Callable[..., Iterator[Any]]]:
+    """A `map` that runs in `count` processes, in order."""
+    if count == 1:
+        yield map
+        return
+    kept = os.environ.get("TOKENIZERS_PARALLELISM")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process for each core, and no threads in it
+    try:
+        with multiprocessing.get_context("spawn").Pool(count) as pool:
+            yield pool.imap
+    finally:
+        del os.environ["TOKENIZERS_PARALLELISM"]
+        os.environ.update({} if kept is None else {"TOKENIZERS_PARALLELISM": kept})
+
+
+def _chunks(paths: Iterable[Path]) -> Iterator[_Chunk]:
+    for path in paths:
+        if not path.is_file():
+            raise BadData(place=str(path), reason="there is no such file", help_line="")
+        with path.open("rb") as file:
+            number = 1
+            while lines := tuple(file.readlines(_CHUNK)):
+                yield _Chunk(str(path), number, lines)
+                number += len(lines)
+
+
+def _text(line: bytes, key: str) -> str:
+    """Raises ValueError for a line that is no JSON object with a text."""
+    found = json.loads(line)
+    if not isinstance(found, dict) or not isinstance(found.get(key), str):
+        raise ValueError(f"it is no object with a text as {key!r}")
+    return found[key]
+
+
+def _tokenizer_file(path: Path) -> Path:
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        raise BadData(
+            place=str(file),
+            reason="there is no such tokenizer",
+            help_line='transformers.AutoTokenizer.from_pretrained("gpt2").save_pretrained("folder")',
+        )
+    return file
+
+
+def _end_token(file: Path, end: str | None) -> int | None:
+    number = None if end is None else _tokenizer(str(file)).token_to_id(end)
+    if end is not None and number is None:
+        raise BadData(
+            place=str(file),
+            reason=f"it has no token {end!r}",
+            help_line="leave the end token out, or add it:  tokenizer.add_special_tokens"
+            f"([{end!r}])",
+        )
+    return number
+
+
+def _bad_line(path: str, line: int, reason: str) -> BadData:
+    return BadData(
+        place=f"{path}:{line}",
+        reason=reason,
+        help_line="mend the line, or count such lines and go on:  --skip-bad-lines",
+    )

@@ -1,0 +1,1 @@
+"""Files of tokens and rows of them."""

@@ -1,0 +1,66 @@
+"""Rows of tokens: beside the documents laid out one after the other by hand."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+
+from graphaccel.data.packed import PackedTokens, ShuffledOrder
+from graphaccel.data.token_file import TokenFile, TokenWriter
+from graphaccel.errors import BadData
+
+DOCUMENTS = [[[1, 2, 3], [4]], [[5, 6]], [[]], [[7, 8, 9, 10, 11, 12]]]
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> TokenFile:
+    with TokenWriter(tmp_path / "corpus") as writer:
+        for document in DOCUMENTS:
+            writer.add(*document)
+    return TokenFile(tmp_path / "corpus")
+
+
+def test_rows(tokens: TokenFile) -> None:
+    rows = [{k: v.tolist() for k, v in row.items()} for row in PackedTokens(tokens, 5)]
+    assert rows == [
+        {
+            "input_ids": [1, 2, 3, 4, 5],
+            "labels": [-100, 2, 3, 4, -100],
+            "position_ids": [0, 1, 2, 3, 0],
+        },
+        {
+            "input_ids": [6, 7, 8, 9, 10],
+            "labels": [6, -100, 8, 9, 10],
+            "position_ids": [1, 0, 1, 2, 3],
+        },
+    ]
+
+
+def test_the_mask_separates_documents(tokens: TokenFile) -> None:
+    mask = PackedTokens(tokens, 5, masked=True)[1]["attention_mask"]
+    assert mask.dtype == torch.bool
+    own = torch.tensor([0, 1, 1, 1, 1])
+    assert torch.equal(mask, ((own[:, None] == own) & torch.ones(5, 5).tril().bool())[None])
+
+
+def test_parts(tokens: TokenFile) -> None:
+    train, valid = PackedTokens(tokens, 1).split("900,300")
+    assert (list(train.indices), list(valid.indices)) == ([*range(9)], [*range(9, 12)])
+
+
+def test_less_than_a_row(tokens: TokenFile) -> None:
+    with pytest.raises(BadData) as caught:
+        PackedTokens(tokens, 13)
+    assert caught.value.reason == "it has 12 tokens, less than one row of 13"
+
+
+def test_an_order_is_continued_anywhere() -> None:
+    whole = list(islice(ShuffledOrder(7, seed=3), 30))
+    assert sorted(whole[:7]) == sorted(whole[7:14]) == [*range(7)]
+    assert whole[:7] != whole[7:14]
+    for done in range(20):
+        assert list(islice(ShuffledOrder(7, seed=3, done=done), 10)) == whole[done : done + 10]
+    assert list(islice(ShuffledOrder(7, seed=4), 30)) != whole
