@@ -24,7 +24,8 @@ from graphaccel.errors import BatchChanged, CaptureDiffers, GraphMisuse
 from graphaccel.ir.program import StepProgram
 from graphaccel.passes.pipeline import backward_of
 from graphaccel.planner.plan.base_plan import PRECISIONS
-from graphaccel.planner.plan.plan import Plan, Precision, StageMemory
+from graphaccel.planner.plan.plan import Plan, Precision
+from graphaccel.planner.plan.prediction import StageMemory
 from graphaccel.progress import progress
 from graphaccel.proof.comparison import Pair, pair_of
 from graphaccel.proof.eager_step import Subject

@@ -12,7 +12,8 @@ from graphaccel.capture.symbols import BATCH
 from graphaccel.kernels.experts import PRODUCT as EXPERT_PRODUCT
 from graphaccel.kernels.register import fusion_of
 from graphaccel.planner.cluster.cluster import Cluster
-from graphaccel.planner.plan.plan import Plan, StageMemory
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.plan.prediction import StageMemory
 from graphaccel.planner.profile.cost import Sizes
 from graphaccel.planner.profile.profile import Profile
 from graphaccel.planner.profile.storages import Tensor

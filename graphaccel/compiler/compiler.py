@@ -34,7 +34,8 @@ from graphaccel.planner.cluster.cluster import Cluster, cluster_name
 from graphaccel.planner.estimate.optimizer_memory import NOTHING, Stepping
 from graphaccel.planner.memory.exact_memory import UNEVEN, Resident, Sample, rank_curve, rank_memory
 from graphaccel.planner.plan.limits import Limits
-from graphaccel.planner.plan.plan import Chosen, Plan, StageMemory
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.plan.prediction import Chosen, StageMemory
 from graphaccel.planner.profile.layout_profiles import Layouts, LocalGraph, rates_of
 from graphaccel.planner.profile.profile import Profile
 from graphaccel.planner.profile.rate_correction import model_key, precision_name, refined

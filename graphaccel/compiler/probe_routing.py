@@ -27,7 +27,8 @@ from graphaccel.kernels.experts import PRODUCT
 from graphaccel.passes.exact_microbatch import exact_microbatch
 from graphaccel.planner.memory.exact_memory import Resident, rank_memory
 from graphaccel.planner.memory.graph_columns import Share, even
-from graphaccel.planner.plan.plan import Chosen, Plan, StageMemory
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.plan.prediction import Chosen, StageMemory
 from graphaccel.planner.profile.cost import Sizes, node_flops
 from graphaccel.schedule.table import Schedule
 

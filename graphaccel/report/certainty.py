@@ -9,7 +9,8 @@ from graphaccel.errors.messages import format_bytes
 from graphaccel.planner.cluster.catalogue import RESERVED, device_names
 from graphaccel.planner.cluster.catalogue import cluster as named_cluster
 from graphaccel.planner.cluster.cluster import Cluster
-from graphaccel.planner.plan.plan import Precision, StageMemory
+from graphaccel.planner.plan.plan import Precision
+from graphaccel.planner.plan.prediction import StageMemory
 from graphaccel.planner.profile.rate_correction import scales
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from graphaccel.errors.messages import format_bytes
 from graphaccel.planner.cluster.cluster import Cluster
-from graphaccel.planner.plan.plan import Phases, StageMemory
+from graphaccel.planner.plan.prediction import Phases, StageMemory
 from graphaccel.report.format import in_unit, unit_of, wrapped
 
 PHASES = {

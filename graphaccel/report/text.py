@@ -9,7 +9,8 @@ from graphaccel.errors.messages import columns, format_bytes
 from graphaccel.ir.program import StepProgram
 from graphaccel.planner.cluster.cluster import Cluster
 from graphaccel.planner.memory.exact_memory import UNEVEN
-from graphaccel.planner.plan.plan import Plan, StageMemory
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.plan.prediction import StageMemory
 from graphaccel.planner.profile.layout_profiles import Layouts
 from graphaccel.report.certainty import error_text, reserve_of, reserve_text, room
 from graphaccel.report.explanation import answer_lines, explanation_lines

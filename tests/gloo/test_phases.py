@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 import graphaccel
-from graphaccel.planner.plan.plan import Phases, Plan
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.plan.prediction import Phases
 from graphaccel.runtime.execution.executor import Executor
 from graphaccel.runtime.meter import PeakMeter
 from graphaccel.runtime.session import Session

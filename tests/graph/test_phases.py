@@ -15,7 +15,8 @@ from graphaccel.errors import InfeasiblePlan
 from graphaccel.planner.cluster.cluster import Cluster
 from graphaccel.planner.estimate.optimizer_memory import NOTHING, Stepping
 from graphaccel.planner.memory.phases import STEP
-from graphaccel.planner.plan.plan import Phases, Plan
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.plan.prediction import Phases
 from graphaccel.report.phases import misfits
 from graphaccel.report.text import plan_report
 from tests.support.gpt import GPT

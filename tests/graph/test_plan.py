@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from graphaccel.ir.program import Sharded
 from graphaccel.planner.plan.axis_placements import BlockPlacements
 from graphaccel.planner.plan.pins import RESHARDS
-from graphaccel.planner.plan.plan import Alternative, Plan, Precision, Prediction, StageMemory
+from graphaccel.planner.plan.plan import Plan, Precision
+from graphaccel.planner.plan.prediction import Alternative, Prediction, StageMemory
 
 names = st.text(max_size=20)
 counts = st.integers(1, 1 << 40)

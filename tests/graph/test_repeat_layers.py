@@ -25,7 +25,8 @@ from graphaccel.planner.cluster.catalogue import cluster
 from graphaccel.planner.cluster.cluster import Cluster
 from graphaccel.planner.memory.exact_memory import Resident, rank_memory
 from graphaccel.planner.plan.base_plan import PRECISIONS
-from graphaccel.planner.plan.plan import Plan, StageMemory
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.plan.prediction import StageMemory
 from graphaccel.planner.profile.axis_collectives import wires_of
 from graphaccel.planner.profile.profile import Profile
 from tests.support.gpt import GPT

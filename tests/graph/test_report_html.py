@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphaccel.planner.explain.what_if import Choice, Decision, Explanation, Price, Shift
-from graphaccel.planner.plan.plan import Prediction, StageMemory
+from graphaccel.planner.plan.prediction import Prediction, StageMemory
 from graphaccel.report.charts import gantt_chart, memory_charts, pareto_chart, waterfall_chart
 from graphaccel.report.facts import Facts, Measured, Point
 from graphaccel.report.html import html_page

@@ -16,7 +16,8 @@ from graphaccel.compiler.probe_routing import fullest, share_of, tried_choices
 from graphaccel.optimized_model import assumed_of
 from graphaccel.planner.cluster.catalogue import cluster
 from graphaccel.planner.memory.exact_memory import rank_memory
-from graphaccel.planner.plan.plan import Chosen, Plan
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.plan.prediction import Chosen
 from tests.support.zoo import ALL, call
 
 CPU = cluster("cpu", 4)

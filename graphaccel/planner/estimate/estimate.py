@@ -30,7 +30,8 @@ from graphaccel.planner.estimate.parameter_prefetch import with_uploads
 from graphaccel.planner.estimate.simulate import Timeline, play, simulate
 from graphaccel.planner.estimate.stage_costs import StageWork, sized_for, stage_works
 from graphaccel.planner.estimate.stage_messages import edge_seconds
-from graphaccel.planner.plan.plan import Plan, Prediction
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.plan.prediction import Prediction
 from graphaccel.planner.profile.profile import Profile
 from graphaccel.schedule.communicate import with_communication
 from graphaccel.schedule.table import Schedule, build

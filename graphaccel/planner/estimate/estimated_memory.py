@@ -28,7 +28,8 @@ from graphaccel.planner.estimate.zero_memory import motion_key
 from graphaccel.planner.estimate.zero_shards import kept_bytes, kept_whole, share_bytes
 from graphaccel.planner.memory.phases import STEP
 from graphaccel.planner.plan.offload import placed_optimizer, placed_parameters
-from graphaccel.planner.plan.plan import Plan, StageMemory
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.plan.prediction import StageMemory
 from graphaccel.planner.profile.profile import Parameter, Profile, SizedProfile
 
 _TRAVELLING = 2  # messages held by a rank: one that it awaits, one sent and not yet freed

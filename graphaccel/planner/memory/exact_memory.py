@@ -20,7 +20,7 @@ from graphaccel.planner.memory.graph_columns import Share, even
 from graphaccel.planner.memory.liveness import Liveness, Storage
 from graphaccel.planner.memory.phases import LOAD, STEP, Seen, phases_of
 from graphaccel.planner.plan.offload import placed_optimizer, placed_parameters
-from graphaccel.planner.plan.plan import StageMemory
+from graphaccel.planner.plan.prediction import StageMemory
 from graphaccel.schedule.table import Action, Schedule
 from graphaccel.schedule.walk import last_actions, walk
 from graphaccel.sharding.rules.propagate import PARTIAL

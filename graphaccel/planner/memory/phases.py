@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from graphaccel.ir.program import StageProgram
-from graphaccel.planner.plan.plan import Phases
+from graphaccel.planner.plan.prediction import Phases
 
 if TYPE_CHECKING:
     from graphaccel.planner.memory.exact_memory import Resident

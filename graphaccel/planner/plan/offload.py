@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from graphaccel.errors import BadPin
 from graphaccel.planner.cluster.cluster import Cluster
 from graphaccel.planner.plan.pins import OFFLOADS
-from graphaccel.planner.plan.plan import StageMemory
+from graphaccel.planner.plan.prediction import StageMemory
 
 KINDS = ("optimizer", "parameters", "activations")
 """What can be offloaded, in the order in which reports name it."""

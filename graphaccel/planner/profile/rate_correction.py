@@ -26,7 +26,8 @@ import numpy as np
 
 from graphaccel.planner.cluster.cluster import Cluster, Device, Link, StepTime
 from graphaccel.planner.plan.base_plan import PRECISIONS
-from graphaccel.planner.plan.plan import Plan, Precision, Prediction
+from graphaccel.planner.plan.plan import Plan, Precision
+from graphaccel.planner.plan.prediction import Prediction
 from graphaccel.planner.profile.profile import Profile
 
 _TOGETHER = 0.01

@@ -12,7 +12,8 @@ from graphaccel.planner.cluster.catalogue import device_names
 from graphaccel.planner.cluster.cluster import MOST_DEVICES, Cluster
 from graphaccel.planner.plan.offload import host_excess, hosts, offload_text
 from graphaccel.planner.plan.pins import Pins
-from graphaccel.planner.plan.plan import Alternative, Plan, StageMemory
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.plan.prediction import Alternative, StageMemory
 from graphaccel.planner.search.candidates import WORTH
 from graphaccel.planner.search.capabilities import offered
 from graphaccel.planner.search.solve import Outcome, Problem, excess

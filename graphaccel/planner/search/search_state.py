@@ -20,7 +20,8 @@ from graphaccel.planner.cluster.cluster import Cluster, cluster_name
 from graphaccel.planner.estimate.estimate import predict_seconds
 from graphaccel.planner.plan.base_plan import base_plan
 from graphaccel.planner.plan.pins import RESHARDS, Pins
-from graphaccel.planner.plan.plan import Plan, Prediction
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.plan.prediction import Prediction
 from graphaccel.planner.search.bounds import Bounds, Columns, columns
 from graphaccel.planner.search.candidates import (
     WORTH,

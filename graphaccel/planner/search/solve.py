@@ -19,7 +19,8 @@ from graphaccel.planner.estimate.stage_messages import gathered_bytes, scatters
 from graphaccel.planner.plan.axis_orders import orders
 from graphaccel.planner.plan.limits import Limits
 from graphaccel.planner.plan.offload import device_state, host_excess, placed_parameters
-from graphaccel.planner.plan.plan import Plan, Prediction, StageMemory
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.plan.prediction import Prediction, StageMemory
 from graphaccel.planner.profile.layout_profiles import Layouts
 from graphaccel.planner.profile.profile import Profile, SizedProfile
 from graphaccel.planner.profile.stages import StageLimit, choose_cuts
