@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -23,9 +25,9 @@ from graphaccel.planner.estimate.stage_costs import (
     sized_for,
     stage_works,
 )
-from graphaccel.planner.estimate.stage_peaks import stage_peaks
+from graphaccel.planner.estimate.stage_peaks import Peaks, stage_peaks
 from graphaccel.planner.estimate.zero_memory import motion_key
-from graphaccel.planner.estimate.zero_shards import kept_bytes, kept_whole, share_bytes
+from graphaccel.planner.estimate.zero_shards import Kept, kept_bytes, kept_whole, share_bytes
 from graphaccel.planner.memory.phases import STEP
 from graphaccel.planner.plan.offload import placed_optimizer, placed_parameters
 from graphaccel.planner.plan.plan import Plan
@@ -49,87 +51,160 @@ def predict_memory(
     """
     sized = sized_for(profile, plan, cluster)
     works = stage_works(profile, sized, plan.doing_again({}), cluster.device.launch_seconds)
-    split = plan.microbatches > 1 or plan.data > 1
-    whole_batch = sized.batch_bytes * plan.data * plan.microbatches
-    whole_batch += output_bytes(profile.step, plan.batch)
-    owned = sized.once(
-        ("ranks", plan.cuts, plan.pipeline), lambda: _of_ranks(profile, works, plan.pipeline)
-    )
-    once = sized.once(
-        ("held", plan.cuts, plan.pipeline, plan.holds_gathered, plan.gathers_low, plan.holds_casts,
-         plan.shards),
-        lambda: [_made_once(profile, sized, works[r :: plan.pipeline], plan)
-                 for r in range(plan.pipeline)],
-    )  # fmt: skip
-    moved = motion_key(plan), plan.offload, plan.holds_casts
-    key = ("peaks", plan.cuts, plan.recompute, plan.selective, split, moved)
-    peaks = sized.once(key, lambda: stage_peaks(profile, sized, works, plan))
-    sent = sized.once(
-        ("sent", plan.cuts, plan.recompute, plan.selective, plan.scatter_sends),
-        lambda: _sent(profile, sized, works, plan),
-    )
-    each = peaks.kept + sent
-    waiting = held_together(plan, each)
-    waits = waiting * each
-    grown = peaks.activation + (np.maximum(waiting, 1) - 1) * each  # that many, instead of one
-    lying = (plan.interleave, plan.pipeline)  # [interleave, rank]: stage s is on rank s % pipeline
-    beyond = (grown + peaks.temporary - waits).reshape(lying)
-    top = beyond.argmax(axis=0) * plan.pipeline + np.arange(plan.pipeline)  # computes
-    activations = waits.reshape(lying).sum(axis=0) - waits[top] + grown[top] + whole_batch
-    before = np.append(0, sent[: plan.pipeline - 1])
-    activations += _TRAVELLING * np.maximum(sent.reshape(lying).max(axis=0), before)
-    gradients = peaks.gradient.reshape(lying).sum(axis=0)
-    gone = np.zeros(plan.pipeline, dtype=np.int64)
-    if "activations" in plan.offload:
-        lying_away = away_bytes(profile, sized, plan)
-        bytes_of = [int(lying_away[work.first : work.end].sum()) for work in works]
-        gone = (waiting * bytes_of).reshape(lying).sum(axis=0)
-    ranks = []
-    columns = (top, activations, peaks.temporary[top], gradients, gone)
-    rows = zip(owned, *(column.tolist() for column in columns), strict=True)
-    for rank, (of_rank, stage, activation, temporary, made, away) in enumerate(rows):
-        parameter, trained, buffers, largest = of_rank
-        gradient = trained if split else made
-        kept = kept_bytes(profile, plan, _spans(works[rank :: plan.pipeline]))
-        shard = (
-            share_bytes(trained, kept.trained, kept.padding_trained, plan) if plan.zero else trained
+    return _Estimate(profile, sized, tuple(works), plan, cluster, optimizer_bytes, stepping).ranks()
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Bytes that a rank holds: parameters and buffers, the trained parameters, buffers, and the
+    largest trained parameter."""
+
+    all: int
+    trained: int
+    buffers: int
+    largest: int
+
+
+@dataclass(frozen=True)
+class _Peak:
+    """Bytes where a rank's activations and temporary memory are largest, on stage `stage`.
+    gradient: of one microbatch. offloaded: activations on the host."""
+
+    stage: int
+    activation: int
+    temporary: int
+    gradient: int
+    offloaded: int
+
+
+@dataclass(frozen=True)
+class _Estimate:
+    """One plan's estimate."""
+
+    profile: Profile
+    sized: SizedProfile
+    works: tuple[StageWork, ...]
+    plan: Plan
+    cluster: Cluster
+    optimizer_bytes: int
+    stepping: Stepping
+
+    def ranks(self) -> tuple[StageMemory, ...]:
+        profile, sized, works, plan = self.profile, self.sized, self.works, self.plan
+        held = sized.once(
+            ("ranks", plan.cuts, plan.pipeline), lambda: _of_ranks(profile, works, plan.pipeline)
         )
-        optimizer, host = placed_optimizer(shard * optimizer_bytes // 4, shard, plan.offload)
-        host += away
-        if plan.zero >= 2 and plan.microbatches == 1:
-            gradient = made
-        elif plan.zero >= 2 and plan.accumulation == "shards":
-            gradient = share_bytes(gradient, kept.trained, kept.padding_trained, plan)
-        if plan.zero == 3:
-            parameter = share_bytes(parameter, kept.held + buffers, kept.padding, plan)
-        if "parameters" in plan.offload:  # buffers stay on the device
-            resting = parameter - buffers
-            parameter, below = placed_parameters(resting, shard, plan.offload)
-            parameter, host = parameter + buffers, host + below
-        resting = parameter
-        parameter += once[rank]
-        tensors = parameter + gradient + optimizer + activation + temporary
-        at = peaks.at(profile, stage)
-        share = plan.shards if plan.zero else 1
-        shared = trained - kept.trained
-        gathered = min(shared, 2 * max(plan.bucket_bytes, largest)) if share > 1 else 0
-        apart = [gathered] if plan.zero < 3 else []
-        sizes, fused = [largest // share] * 2, bool(plan.fusions)
-        padded = kept.padded_trained // share if plan.zero < 3 else 0
-        made = step_bytes(plan, stepping, shard, sizes, apart, fused, padded)
-        last = shard if plan.zero >= 2 else trained
-        if resting + last + optimizer + whole_batch + made > tensors:
-            parameter, gradient, activation = resting, last, whole_batch
-            temporary, at = made, STEP
-            tensors = parameter + gradient + optimizer + activation + temporary
-        other = cluster.context_bytes + int(cluster.fragmentation * tensors)
-        ranks.append(
-            StageMemory(
-                rank, parameter, gradient, optimizer, activation, temporary, other,
-                tensors + other, at, host,
-            )
+        once = sized.once(
+            ("held", plan.cuts, plan.pipeline, plan.holds_gathered, plan.gathers_low,
+             plan.holds_casts, plan.shards),
+            lambda: [_made_once(profile, sized, works[r :: plan.pipeline], plan)
+                     for r in range(plan.pipeline)],
         )  # fmt: skip
-    return tuple(ranks)
+        each = zip(held, once, self._peaks(), strict=True)
+        return tuple(self._rank(rank, *own) for rank, own in enumerate(each))
+
+    @property
+    def _split(self) -> bool:
+        """Whether a gradient is summed over several parts of the batch."""
+        return self.plan.microbatches > 1 or self.plan.data > 1
+
+    @cached_property
+    def _batch(self) -> int:
+        """Bytes of the whole batch and of what the script reads of its outputs."""
+        plan = self.plan
+        batch = self.sized.batch_bytes * plan.data * plan.microbatches
+        return batch + output_bytes(self.profile.step, plan.batch)
+
+    @cached_property
+    def _stage_peaks(self) -> Peaks:
+        plan = self.plan
+        moved = motion_key(plan), plan.offload, plan.holds_casts
+        key = ("peaks", plan.cuts, plan.recompute, plan.selective, self._split, moved)
+        make = partial(stage_peaks, self.profile, self.sized, self.works, plan)
+        return self.sized.once(key, make)
+
+    def _peaks(self) -> list[_Peak]:
+        """The peak of each rank."""
+        plan, peaks = self.plan, self._stage_peaks
+        sent = self.sized.once(
+            ("sent", plan.cuts, plan.recompute, plan.selective, plan.scatter_sends),
+            lambda: _sent(self.profile, self.sized, self.works, plan),
+        )
+        each = peaks.kept + sent
+        waiting = held_together(plan, each)
+        waits = waiting * each
+        grown = peaks.activation + (np.maximum(waiting, 1) - 1) * each  # that many, instead of one
+        shape = (plan.interleave, plan.pipeline)  # stage s is on rank s % pipeline
+        beyond = (grown + peaks.temporary - waits).reshape(shape)
+        top = beyond.argmax(axis=0) * plan.pipeline + np.arange(plan.pipeline)  # computes
+        activations = waits.reshape(shape).sum(axis=0) - waits[top] + grown[top] + self._batch
+        before = np.append(0, sent[: plan.pipeline - 1])
+        activations += _TRAVELLING * np.maximum(sent.reshape(shape).max(axis=0), before)
+        gradients = peaks.gradient.reshape(shape).sum(axis=0)
+        offloaded = np.zeros(plan.pipeline, dtype=np.int64)
+        if "activations" in plan.offload:
+            away = away_bytes(self.profile, self.sized, plan)
+            bytes_of = [int(away[work.first : work.end].sum()) for work in self.works]
+            offloaded = (waiting * bytes_of).reshape(shape).sum(axis=0)
+        columns = (top, activations, peaks.temporary[top], gradients, offloaded)
+        return [_Peak(*row) for row in zip(*(c.tolist() for c in columns), strict=True)]
+
+    def _rank(self, rank: int, held: _Held, once: int, top: _Peak) -> StageMemory:
+        """The memory of one rank: at its peak in forward and backward, or in the optimizer's step
+        where that needs more."""
+        plan = self.plan
+        kept = kept_bytes(self.profile, plan, _spans(self.works[rank :: plan.pipeline]))
+        shard = held.trained
+        if plan.zero:
+            shard = share_bytes(held.trained, kept.trained, kept.padding_trained, plan)
+        optimizer, host = placed_optimizer(shard * self.optimizer_bytes // 4, shard, plan.offload)
+        resting, below = self._parameters(held, kept, shard)
+        host += top.offloaded + below
+        gradient = self._gradient(held, kept, top)
+        parameter, activation, temporary = resting + once, top.activation, top.temporary
+        at = self._stage_peaks.at(self.profile, top.stage)
+        tensors = parameter + gradient + optimizer + activation + temporary
+        last = shard if plan.zero >= 2 else held.trained
+        step = self._step(held, kept, shard)
+        if resting + last + optimizer + self._batch + step > tensors:
+            parameter, gradient, activation = resting, last, self._batch
+            temporary, at = step, STEP
+            tensors = parameter + gradient + optimizer + activation + temporary
+        other = self.cluster.context_bytes + int(self.cluster.fragmentation * tensors)
+        return StageMemory(
+            rank, parameter, gradient, optimizer, activation, temporary, other, tensors + other, at,
+            host,
+        )  # fmt: skip
+
+    def _gradient(self, held: _Held, kept: Kept, top: _Peak) -> int:
+        plan = self.plan
+        gradient = held.trained if self._split else top.gradient
+        if plan.zero >= 2 and plan.microbatches == 1:
+            return top.gradient
+        if plan.zero >= 2 and plan.accumulation == "shards":
+            return share_bytes(gradient, kept.trained, kept.padding_trained, plan)
+        return gradient
+
+    def _parameters(self, held: _Held, kept: Kept, shard: int) -> tuple[int, int]:
+        """Bytes of parameters and buffers between their uses: on the device, and on the host."""
+        plan, parameter = self.plan, held.all
+        if plan.zero == 3:
+            parameter = share_bytes(parameter, kept.held + held.buffers, kept.padding, plan)
+        if "parameters" not in plan.offload:
+            return parameter, 0
+        parameter, host = placed_parameters(parameter - held.buffers, shard, plan.offload)
+        return parameter + held.buffers, host  # buffers stay on the device
+
+    def _step(self, held: _Held, kept: Kept, shard: int) -> int:
+        """Bytes that the optimizer's step allocates."""
+        plan = self.plan
+        share = plan.shards if plan.zero else 1
+        shared = held.trained - kept.trained
+        gathered = min(shared, 2 * max(plan.bucket_bytes, held.largest)) if share > 1 else 0
+        apart = [gathered] if plan.zero < 3 else []
+        sizes, fused = [held.largest // share] * 2, bool(plan.fusions)
+        padded = kept.padded_trained // share if plan.zero < 3 else 0
+        return step_bytes(plan, self.stepping, shard, sizes, apart, fused, padded)
 
 
 def in_parts(profile: Profile, sized: SizedProfile, plan: Plan) -> np.ndarray:
@@ -159,18 +234,15 @@ def _sent(
     return np.bincount(source[far], size[far], minlength=len(works)).astype(np.int64)
 
 
-def _of_ranks(
-    profile: Profile, works: Sequence[StageWork], ranks: int
-) -> tuple[tuple[int, int, int, int], ...]:
-    """For each rank, bytes of parameters and buffers, of the trained parameters, of buffers, and of
-    the largest trained parameter."""
+def _of_ranks(profile: Profile, works: Sequence[StageWork], ranks: int) -> tuple[_Held, ...]:
+    """What each rank holds."""
     found = []
     for rank in range(ranks):
         held = held_parameters(profile, _spans(works[rank::ranks]))
         trained = sum(p.bytes for p in held if p.trainable)
         buffers = sum(p.bytes for p in held if p.name not in profile.resting)
         largest = max((p.bytes for p in held if p.trainable), default=0)
-        found.append((sum(p.bytes for p in held), trained, buffers, largest))
+        found.append(_Held(sum(p.bytes for p in held), trained, buffers, largest))
     return tuple(found)
 
 
