@@ -1,6 +1,7 @@
 # make demo   set up .venv, then the main job: plan, train on 4 processes, compare with one
 # make test   set up .venv, then all checks and tests; of tests with many cases a third of them
 # make test-all   the same with every case: twice the time, before a release
+# make types   set up .venv, then check the types of the folders that pyproject.toml lists
 # make docs   set up .venv, then the documents as a site: build/site/README.html
 #
 # All need Python 3.10 or newer, pip and make, and download nothing but packages.
@@ -14,7 +15,7 @@ test test-all: export PYTHONHASHSEED = 0
 test: CASES := some
 test-all: CASES := all
 
-.PHONY: demo docs test test-all
+.PHONY: demo docs test test-all types
 .DEFAULT_GOAL := test
 
 demo: .venv/stamp-examples
@@ -22,6 +23,9 @@ demo: .venv/stamp-examples
 
 docs: .venv/stamp-docs
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -c docs . build/site
+
+types: .venv/stamp-types
+	$(BIN)/basedpyright --level error
 
 test test-all: .venv/stamp-test
 	$(BIN)/ruff check .

@@ -322,7 +322,8 @@ class PlanRequested(BaseException):
     ) -> None:
         super().__init__("planning ends this script here")
         self.batch_dims = batch_dims
-        self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
+        self.model, self.optimizer = model, optimizer
+        self.loss_fn: LossFn = loss_fn
         self.pins, self.example = pins, example
 
 

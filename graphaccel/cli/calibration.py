@@ -147,7 +147,8 @@ def _of_plan(args: argparse.Namespace, microbatches: int) -> dict[OpTime, float]
             optimizer.step()
 
     whole, changing = _in_turn([gradients, change], after=model.zero_grad)
-    (program,) = model.graphaccel.program.stages  # type: ignore[union-attr]
+    handle: Any = model.graphaccel
+    (program,) = handle.program.stages
     alone, total = _nodes(program, microbatches)
     found = {row: seconds * whole / total for row, seconds in alone.items()}
     if optimizer is not None and microbatches == 1:

@@ -134,7 +134,8 @@ def _bench(chosen: Sequence[Fusion], out: Path | None) -> int:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     bandwidth = _copy_bandwidth(device, dtype)
     head = ("fusion", "inputs", "eager ms", "fused ms", "ratio", "of copy bandwidth")
-    rows, data = [head], []
+    rows: list[tuple[str, ...]] = [head]
+    data = []
     for fusion in chosen:
         if fusion.rewrite is not None:
             continue

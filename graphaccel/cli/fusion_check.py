@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 
 from graphaccel.capture.batch import as_call, flatten_call
 from graphaccel.capture.stepgraph import StepGraph, capture
+from graphaccel.ir.values import op_of as called_by
 from graphaccel.kernels.check.cases import DTYPES
 from graphaccel.kernels.check.numbers import Fault, check_numbers
 from graphaccel.kernels.examples import example
@@ -166,7 +167,7 @@ def _by_shards(node: fx.Node, index: str) -> str:
             if index in names:
                 tensor = tensor.chunk(2, names.index(index))[half].contiguous()
             args.append(tensor)
-        parts.append(tensors(node.target(*args)))
+        parts.append(tensors(called_by(node)(*args)))
     whole = tensors(node.meta["val"])
     for i, (names, wanted) in enumerate(zip(rule.outputs, whole, strict=True)):
         left, right = parts[0][i], parts[1][i]

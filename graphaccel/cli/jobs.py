@@ -72,7 +72,8 @@ def job_of_function(file: Path, name: str) -> Job:
             what=f"{file}:{name} returned {_described(made)}, not a model and its example batch",
             help_line=form,
         )
-    model, example, loss_fn, optimizer, batch_dims = (*made, None, None, None)[:5]
+    given: tuple[Any, ...] = (*made, None, None, None)[:5]
+    model, example, loss_fn, optimizer, batch_dims = given
     check_job(model, optimizer, {}, loss_fn)
     check_batch_dims(batch_dims)
     return Job(model, as_batch(example), loss_fn, optimizer, batch_dims=batch_dims)

@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from graphaccel import __version__
 from graphaccel.cli.pin_options import add_pins, byte_count, pin_pairs, pins_of, positive
@@ -47,6 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(error, file=sys.stderr)
         return _EXIT_CODES.get(type(error), 1)
+
+
+Commands: TypeAlias = "argparse._SubParsersAction[_Parser]"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -87,7 +90,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_plan(commands: Commands) -> None:
     plan = commands.add_parser(
         "plan",
         help="choose a plan and predict its memory and time; nothing is trained",
@@ -157,7 +160,7 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     plan.set_defaults(run_command=_plan, usage_error=plan.error)
 
 
-def _add_tokenize(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_tokenize(commands: Commands) -> None:
     tokenize = commands.add_parser(
         "tokenize",
         help="write the tokens of JSON lines to a file, as Megatron-LM does",
@@ -194,7 +197,7 @@ def _tokenize(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_calibrate(commands: Commands) -> None:
     calibrate = commands.add_parser(
         "calibrate",
         help="measure this machine, for later plans",
@@ -216,7 +219,7 @@ def _add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     calibrate.set_defaults(run_command=_calibrate, device=None, memory=None, batch=None, ort=None)
 
 
-def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_run(commands: Commands) -> None:
     run = commands.add_parser(
         "run",
         help="start a script on N devices (torchrun with less typing)",
@@ -251,7 +254,7 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     run.set_defaults(run_command=_run, usage_error=run.error)
 
 
-def _add_fusion(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_fusion(commands: Commands) -> None:
     fusion = commands.add_parser("fusion", help="list, write, check and time fused ops")
     tasks = fusion.add_subparsers(required=True, metavar="TASK")
     tasks.add_parser("list", help="every fusion that is registered").set_defaults(task="list")

@@ -65,8 +65,10 @@ class Model:
 
         built = (*self.module.parameters(), *self.module.buffers())
         # A frozen parameter that the forward updates is a buffer in the graph.
-        buffers = {n: p for n, p in parameters.items() if not p.requires_grad}
-        buffers |= self.module.named_buffers(remove_duplicate=False)
+        buffers: dict[str, torch.Tensor] = {
+            n: p for n, p in parameters.items() if not p.requires_grad
+        }
+        buffers |= dict(self.module.named_buffers(remove_duplicate=False))
         return Resident(
             resting,
             {n: tensor_bytes(b) for n, b in buffers.items()},

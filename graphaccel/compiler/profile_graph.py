@@ -25,6 +25,7 @@ from graphaccel.compat.torch.graphs import graph_module
 from graphaccel.errors import GraphAccelError
 from graphaccel.ir.nodes import copy_nodes
 from graphaccel.ir.replication.layers import NotRepeated, copies
+from graphaccel.ir.values import operands
 from graphaccel.passes.exact_microbatch import exact_microbatch
 from graphaccel.planner.placement.solve_axes import (
     Request,
@@ -154,7 +155,8 @@ class _Local:
             return ()
         shape = [int(n) for n in value.shape]
         if node.target is operator.getitem:
-            whole = node.args[0].meta["dims"][node.args[1]]
+            source, index = operands(node)
+            whole = source.meta["dims"][index]
         if whole is not None and len(whole) == len(shape):
             return tuple(self._share(d, n) for d, n in zip(whole, shape, strict=True))
         return tuple(map(self._count, shape))

@@ -300,9 +300,10 @@ class ConflictingPins(GraphAccelError):
     instead: dict[str, tuple[object, ...]]
 
     def message(self) -> Message:
+        names = [*self.pins]
         said = [f"{name}={value!r}" for name, value in self.pins.items()]
         rows = []
-        for name, text in zip(self.pins, said, strict=True):
+        for name, text in zip(names, said, strict=True):
             values = "  ".join(f"{name}={value!r}" for value in self.instead.get(name, ()))
             rows.append((text, f"with the others:  {values}" if values else "leave it out"))
         return Message(
@@ -310,7 +311,7 @@ class ConflictingPins(GraphAccelError):
             f"{self.devices} device{'s' if self.devices > 1 else ''}",
             details=columns(rows),
             why=self.reason,
-            help=(f"leave one of them out, and it will be chosen for you:  {listed(self.pins)}",),
+            help=(f"leave one of them out, and it will be chosen for you:  {listed(names)}",),
         )
 
 

@@ -21,7 +21,7 @@ def location(read: Read, *, writes: bool = False) -> Location | None:
     found = [i for i in found if writes and i.opname.startswith("STORE")] or found
     if not found:
         return Location(code.co_filename, code.co_firstlineno)
-    at = found[0].positions if hasattr(found[0], "positions") else None
+    at = getattr(found[0], "positions", None)  # Python 3.11
     if at is None or at.lineno is None:
         return Location(code.co_filename, found[0].starts_line or code.co_firstlineno)
     return Location(code.co_filename, at.lineno)

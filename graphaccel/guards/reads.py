@@ -169,7 +169,7 @@ def _profile(codes: dict[int, tuple[CodeType, dict[str, Any]]], reads: Reads) ->
 def _noted(cls: type, reads: Reads) -> Iterator[None]:
     """In this context instances of a class record which of their attributes are read."""
     own = cls.__dict__.get("__getattribute__")
-    read = cls.__getattribute__
+    read: Any = cls.__getattribute__
 
     def reading(self: Any, name: str) -> Any:
         kind = kind_of(type(self))

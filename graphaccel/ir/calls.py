@@ -36,7 +36,7 @@ def is_random(node: fx.Node) -> bool:
 
 def is_causal(node: fx.Node) -> bool:
     """Whether a call of attention has a causal mask by its `is_causal` argument."""
-    names = [a.name for a in node.target._schema.arguments]
+    names = [a.name for a in schema(node)]
     given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
     return given.get("is_causal") is True
 

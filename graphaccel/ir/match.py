@@ -18,6 +18,7 @@ from torch import fx
 
 from graphaccel.compat.torch.ops import schema
 from graphaccel.ir.text import target_text, type_text
+from graphaccel.ir.values import operands
 
 aten = torch.ops.aten
 _COMMUTES = {
@@ -61,7 +62,7 @@ class Pattern:
     @property
     def outputs(self) -> tuple[fx.Node, ...]:
         """The nodes that the pattern returns."""
-        return tuple(self.graph.output_node().args[0])
+        return tuple(operands(self.graph.output_node())[0])
 
     @property
     def anchor(self) -> fx.Node:
@@ -189,7 +190,7 @@ class _Search:
         del bound[wanted]
         if _divides(wanted, node):
             bound[wanted] = node
-            yield ((wanted.args[0], node.args[0]), (wanted.args[1], 1 / node.args[1]))
+            yield ((wanted.args[0], node.args[0]), (wanted.args[1], 1 / operands(node)[1]))
             return
         same = node.op == "call_function" and node.target is wanted.target
         if not same:

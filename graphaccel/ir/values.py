@@ -17,7 +17,8 @@ class _Values(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
         if n.target is torch.ops._c10d_functional.wait_tensor.default:
-            result = self.env[n.args[0]]  # returns what it waited for; its fake would be a copy
+            # It returns what it waited for; its fake would be a copy.
+            result = self.env[operands(n)[0]]
         n.meta["val"] = result
         return result
 
@@ -47,6 +48,11 @@ def fake_like(value: Any, shape: Sequence[int]) -> torch.Tensor:
 def operands(node: fx.Node) -> tuple[Any, ...]:
     """A call's positional arguments, without the type union that FX declares for them."""
     return node.args
+
+
+def op_of(node: fx.Node) -> Any:
+    """What a call calls, without the type union that FX declares for it."""
+    return node.target
 
 
 def returned(graph: fx.GraphModule) -> Sequence[Any]:

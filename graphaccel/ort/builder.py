@@ -237,7 +237,7 @@ class Builder:
         if len(x.shape) == len(y.shape) == 2:
             (left, turn), (right, other) = self.untransposed(x), self.untransposed(y)
             if turn or other:
-                flags = {"transA": int(turn), "transB": int(other)}
+                flags: dict[str, Any] = {"transA": int(turn), "transB": int(other)}
                 return self.op("Gemm", left, right, shape=shape, **flags)
         return self.op("MatMul", x, y, shape=shape)
 

@@ -22,7 +22,7 @@ from torch.fx.node import map_arg
 
 from graphaccel.ir.calls import is_random
 from graphaccel.ir.text import target_text
-from graphaccel.ir.values import tensors_of
+from graphaccel.ir.values import operands, tensors_of
 from graphaccel.ort.builder import ELEMENT, Builder, Declined, Value
 from graphaccel.ort.kernels import TRAINING, Kernels
 from graphaccel.ort.liveness import scratch_bytes
@@ -160,7 +160,8 @@ def translate(
 def _call(builder: Builder, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
     """The Value (or several) of one call. Raises Declined."""
     if node.target is operator.getitem:
-        return values[node.args[0]][node.args[1]]
+        source, index = operands(node)
+        return values[source][index]
     given = {name: map_arg(value, lambda n: values[n]) for name, value in arguments(node).items()}
     made = TRANSLATIONS[node.target](builder, node, given)
     for value, tensor in zip(_listed(made), _listed(node.meta["val"]), strict=True):

@@ -121,7 +121,9 @@ def _of_weights(
     graph: fx.GraphModule, kinds: dict[fx.Node, GraphInput]
 ) -> dict[fx.Node, tuple[str, ...]]:
     """Parameters, buffers and values computed from them alone (casts, transposes) → their names."""
-    found = {n: (spec.name,) for n, spec in kinds.items() if spec.kind in ("parameter", "buffer")}
+    found: dict[fx.Node, tuple[str, ...]] = {
+        n: (spec.name,) for n, spec in kinds.items() if spec.kind in ("parameter", "buffer")
+    }
     for node in graph.graph.nodes:
         reads = node.all_input_nodes
         if node.op != "call_function" or not reads or is_random(node) or "head" in node.meta:

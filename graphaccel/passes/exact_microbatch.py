@@ -117,7 +117,7 @@ def _batch_placement(step: StepGraph, over_time: bool) -> BatchPlacement:
         for n, s in pairs
         if s.kind == "batch" and s.leaf in step.batch_dims
     }
-    results = dict(zip(step.outputs, step.graph.graph.output_node().args[0], strict=True))
+    results = dict(zip(step.outputs, returned(step.graph), strict=True))
     tangents = {
         n: results[GraphOutput("output", leaf=s.leaf)] for n, s in pairs if s.kind == "tangent"
     }
@@ -188,19 +188,20 @@ def mixes_examples(step: StepGraph) -> bool:
 
 def _summed_buffers(step: StepGraph, placed: BatchPlacement) -> tuple[fx.Node, ...]:
     """New values of buffers that are sums over the batch (running statistics)."""
-    results = zip(step.outputs, step.graph.graph.output_node().args[0], strict=True)
+    results = zip(step.outputs, returned(step.graph), strict=True)
     return tuple(n for o, n in results if o.kind == "buffer" and _place(placed, n) == PARTIAL)
 
 
 def _limit(step: StepGraph, conflict: Conflict) -> Limit:
     node = conflict.node
     line = node.meta.get("location")
-    known = line is not None and not str(line[0]).startswith(_TORCH)  # else the module path must do
+    if line is not None and str(line[0]).startswith(_TORCH):
+        line = None  # the module path must do
     return Limit(
         str(node.target),
         node.meta.get("module", ""),
         conflict.reason,
-        Location(*line) if known else None,
+        None if line is None else Location(*line),
         outside=not step.has_loss,
     )
 
@@ -368,7 +369,7 @@ class _Local:
     def _outputs(self) -> list[Any]:
         outputs = []
         for node, spec in zip(returned(self.step.graph), self.step.outputs, strict=True):
-            new = self.map.get(node, node)
+            new: Any = self.map.get(node, node)
             if spec.kind == "gradient" and node in self.placed.head:
                 new = self.around.outside(node, new)
             if spec.kind == "buffer" and self.parts > 1 and _place(self.placed, node) == PARTIAL:

@@ -31,6 +31,7 @@ import torch
 from torch import fx
 
 from graphaccel.ir.program import Owned, StageProgram, Value
+from graphaccel.ir.values import returned
 from graphaccel.passes.parameter_groups import (
     Group,
     Uses,
@@ -92,7 +93,7 @@ def _keep(program: StageProgram, kept: Mapping[str, fx.Node]) -> StageProgram:
     if not kept:
         return program
     output = program.forward.graph.output_node()
-    output.args = ([*output.args[0], *kept.values()],)
+    output.args = ([*returned(program.forward), *kept.values()],)
     program.forward.recompile()
     saved = {n: Value("saved", f"whole {n}") for n in kept}
     return replace(

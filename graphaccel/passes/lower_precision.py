@@ -33,7 +33,7 @@ from graphaccel.compat.torch.fakes import fake_mode_of
 from graphaccel.compat.torch.graphs import deferred_module
 from graphaccel.ir.fakes import Fakes
 from graphaccel.ir.nodes import copy_nodes
-from graphaccel.ir.values import module_path
+from graphaccel.ir.values import module_path, operands, returned
 from graphaccel.kernels.experts import PRODUCT
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.sharding.apply.graph_builder import set_value
@@ -221,9 +221,9 @@ class _Stream:
 def _restore_outputs(forward: ForwardGraph, output: fx.Node) -> None:
     """A script that computes the loss itself gets outputs of the dtypes that the model returns, and
     the gradients it passes back have these dtypes."""
-    before = forward.graph.graph.output_node().args[0]
+    before = returned(forward.graph)
     now = []
-    for node, old in zip(output.args[0], before, strict=True):
+    for node, old in zip(operands(output)[0], before, strict=True):
         wanted = old.meta["val"].dtype
         now.append(node if node.meta["val"].dtype == wanted else _to(output, node, wanted))
     output.args = (now,)

@@ -84,7 +84,8 @@ class _Forward:
                 continue
             own = self.memory[node] = self._memory(node)
             for source in (node, *node.all_input_nodes):
-                self.last.update(dict.fromkeys(self.memory[source], node))
+                for memory in self.memory[source]:
+                    self.last[memory] = node
             if len(own) == 1 and own[0] not in self.filled and _fills(node):
                 self.filled[own[0]] = node
 
@@ -199,7 +200,8 @@ def _call(
     node.meta = {k: v for k, v in like.meta.items() if k not in ("val", "shares", "bind")}
     node.meta.update(phase=phase, made_by="offload_activations")
     given = fx.map_arg((tuple(node.args), dict(node.kwargs)), lambda n: n.meta["val"])
-    with tensors_of(like.meta["val"])[0].fake_mode:  # a view may be several tensors
+    value: Any = tensors_of(like.meta["val"])[0]  # a view may be several tensors
+    with value.fake_mode:
         node.meta["val"] = target(*given[0], **given[1])
     return node
 

@@ -26,7 +26,7 @@ from graphaccel.compat.torch.graphs import graph_module
 from graphaccel.ir.program import OrtDeclined, OrtRegion, OrtReport, StageProgram
 from graphaccel.ir.replication.unfold import distinct_nodes
 from graphaccel.ir.text import target_text
-from graphaccel.ir.values import propagate
+from graphaccel.ir.values import op_of, propagate, returned
 from graphaccel.ort.choose import Chooser
 from graphaccel.ort.kernels import Kernels
 from graphaccel.ort.partition import Part, fx_graph
@@ -112,7 +112,7 @@ def _location(node: fx.Node) -> str:
 
 def _placed(program: StageProgram, plan: Plan, tools: Tools, log: _Log) -> StageProgram:
     forward = _Graph(program.forward, program.stage, "forward", plan, tools, log).rewritten()
-    results = forward.graph.output_node().args[0]
+    results = returned(forward)
     saved = {
         v.name: n.meta["val"]
         for n, v in zip(results, program.forward_outputs, strict=True)
@@ -170,7 +170,7 @@ class _Graph:
             else:
                 self._region(part, wanted)
         output = self.module.graph.output_node()
-        results = [self._outside(n) for n in output.args[0]]
+        results = [self._outside(n) for n in returned(self.module)]
         self.new.output(results).meta = dict(output.meta)
         module = graph_module(self.module, self.new)
         module.graph.lint()
@@ -204,7 +204,7 @@ class _Graph:
         """Set the node's value by running it on fake tensors."""
         args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
         with self.fake_mode, torch.no_grad():
-            node.meta["val"] = node.target(*args, **kwargs)
+            node.meta["val"] = op_of(node)(*args, **kwargs)
         return node
 
     def _region(self, part: Part, wanted: set[fx.Node]) -> None:

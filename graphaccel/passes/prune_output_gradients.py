@@ -22,6 +22,7 @@ from torch import fx
 
 from graphaccel.compat.torch.graphs import graph_module
 from graphaccel.ir.program import StageProgram
+from graphaccel.ir.values import returned
 
 aten = torch.ops.aten
 _GRADIENTS = ("gradient", "input_gradient")
@@ -53,7 +54,7 @@ def prune_output_gradients(program: StageProgram, used: frozenset[int]) -> Stage
                 zero.add(node)
             else:
                 made[node] = _copied(graph, node, zero, made)
-    results = zip(module.graph.output_node().args[0], program.backward_outputs, strict=True)
+    results = zip(returned(module), program.backward_outputs, strict=True)
     kept = [(n, v) for n, v in results if v.kind not in _GRADIENTS or n not in zero]
     graph.output([_value(graph, n, zero, made) for n, _ in kept]).meta["phase"] = "output"
     graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))

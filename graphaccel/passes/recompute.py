@@ -24,6 +24,7 @@ from torch import fx
 
 from graphaccel.capture.blocks import block_of
 from graphaccel.ir.calls import is_random
+from graphaccel.ir.values import operands
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.profile.block_recompute import block_values
 from graphaccel.planner.profile.cost import is_view
@@ -115,7 +116,7 @@ def _leaving(graph: fx.GraphModule, stage: Callable[[fx.Node], int]) -> set[fx.N
 
 def _gathers(node: fx.Node) -> bool:
     """Whether a call is an all-gather, or waits for one."""
-    return (node.args[0] if node.target is _WAIT else node).target is _GATHER
+    return (operands(node)[0] if node.target is _WAIT else node).target is _GATHER
 
 
 def _clone(

@@ -34,6 +34,7 @@ from torch import fx
 from graphaccel.compat.torch.graphs import graph_module
 from graphaccel.ir.nodes import copy_nodes
 from graphaccel.ir.program import Owned, StageProgram, Value
+from graphaccel.ir.values import returned
 from graphaccel.planner.estimate.gradient_buckets import bucket_limit
 from graphaccel.planner.plan.plan import Plan
 
@@ -105,8 +106,7 @@ def _groups(
 
 def _results(program: StageProgram, module: fx.GraphModule) -> dict[str, fx.Node]:
     """Parameter → its full gradient."""
-    results = module.graph.output_node().args[0]
-    pairs = zip(program.backward_outputs, results, strict=True)
+    pairs = zip(program.backward_outputs, returned(module), strict=True)
     return {v.name: node for v, node in pairs if v.kind == "shard"}
 
 

@@ -24,7 +24,7 @@ from torch import fx
 
 from graphaccel.compat.torch.graphs import graph_module
 from graphaccel.ir.program import StageProgram, Value
-from graphaccel.ir.values import returned
+from graphaccel.ir.values import operands, returned
 from graphaccel.sharding.rules.parts import PART, WHOLE
 
 _ONCE = ("loss", "output", "buffer")  # results of a backward that the head returns itself
@@ -52,7 +52,7 @@ class _Carved:
         once = [(n, v) for n, v in self.results if v.kind in _ONCE]
         rest = [(n, v) for n, v in self.results if v.kind not in _ONCE]
         parts = self._parts(rest)
-        leaving = dict.fromkeys(n.args[0] if n.target is PART else n for n in parts)
+        leaving = dict.fromkeys(operands(n)[0] if n.target is PART else n for n in parts)
         handed = {n: Value("headed", n.name) for n in leaving}
         head, inputs = self._graph({n: _value(n) for n in self.wholes}, [*once, *handed.items()])
         read_by_head = {v.name for v in inputs}
@@ -120,7 +120,7 @@ class _Carved:
         made = dict(zip(self.stage.forward_outputs, returned(module), strict=True))
         results = {v: n for v, n in made.items() if v.kind != "saved" or v.name in saved}
         for whole in (n for n in self.wholes if n.name in read):
-            source = self.given[whole.args[0]]
+            source = self.given[operands(whole)[0]]
             results[_value(whole)] = made[Value("saved", source.name)]
         module.graph.output_node().args = (list(results.values()),)
         module.graph.eliminate_dead_code()
@@ -129,13 +129,13 @@ class _Carved:
 
 
 def _value(whole: fx.Node) -> Value:
-    _, how, dim, outer, _ = whole.args
+    _, how, dim, outer, _ = operands(whole)
     return Value(how, whole.name, batch_dim=dim, outer=outer)
 
 
 def _slice(node: fx.Node) -> Value:
     """What the backward reads: a value of the head, or a slice of one."""
     if node.target is PART:
-        source, dim, outer, _ = node.args
+        source, dim, outer, _ = operands(node)
         return Value("headed", source.name, batch_dim=dim, outer=outer)
     return Value("headed", node.name)

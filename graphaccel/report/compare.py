@@ -79,9 +79,10 @@ def said(name: str, value: Any) -> str:
 def _memory(a: Plan, b: Plan) -> list[str]:
     if a.prediction is None or b.prediction is None:
         return []
-    tops = [max(p.prediction.memory, key=lambda m: m.peak, default=None) for p in (a, b)]  # type: ignore[union-attr]
-    if tops[0] is None or tops[1] is None:
+    stages = a.prediction.memory, b.prediction.memory
+    if not all(stages):
         return []
+    tops = [max(memory, key=lambda m: m.peak) for memory in stages]
     rows: list[Sequence[str]] = [("MEMORY  fullest rank", "A", "B", "B - A")]
     left, right = ({**top.parts, "peak": top.peak} for top in tops)
     if tops[0].host or tops[1].host:

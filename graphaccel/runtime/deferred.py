@@ -281,8 +281,9 @@ class _Recorder(TorchDispatchMode):
             if torch.Size(whole.shape).numel() == count and whole.memory not in others:
                 fills.add(whole.memory)
         reads = frozenset(r.memory for r in given) - fills
+        args, kwargs = refs
         self.made.append(
-            Call(func, *refs, tuple(out), reads, written | made, frozenset(fills), state)
+            Call(func, args, kwargs, tuple(out), reads, written | made, frozenset(fills), state)
         )
 
     def _draw(self, func: Any, args: tuple, kwargs: dict) -> torch.Tensor:

@@ -10,6 +10,7 @@ import hashlib
 import zlib
 from array import array
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -36,7 +37,8 @@ def of_host(tensors: Iterable[torch.Tensor], start: int = 0) -> int:
     """
     digest = start & 0xFFFFFFFF
     for tensor in tensors:
-        digest = zlib.crc32(_bytes(tensor).numpy(), digest)
+        values: Any = _bytes(tensor).numpy()
+        digest = zlib.crc32(values, digest)
     return digest
 
 

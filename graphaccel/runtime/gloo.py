@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import fx
 
 from graphaccel.compat.torch.distributed import all_gather_flat
+from graphaccel.ir.values import operands
 
 aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
@@ -44,14 +45,14 @@ def for_gloo(node: fx.Node, place: int) -> None:
     place: this process's rank in the group that the collective's last argument names.
     """
     if node.target is _c10d.all_gather_into_tensor.default:
-        parts, ranks, group = node.args
+        parts, ranks, group = operands(node)
         node.replace_all_uses_with(_gathered(node, parts, ranks, group, place, node.meta["val"]))
     elif node.target is _c10d.all_gather_into_tensor_coalesced.default:
-        parts, ranks, group = node.args
+        parts, ranks, group = operands(node)
         values: Sequence[Any] = node.meta["val"]
         for user in list(node.users):
             assert user.target is operator.getitem
-            which = user.args[1]
+            which = operands(user)[1]
             made = _gathered(node, parts[which], ranks, group, place, values[which])
             user.replace_all_uses_with(made)
             user.graph.erase_node(user)
@@ -89,7 +90,7 @@ def _gathered(
 
 def _scattered(node: fx.Node) -> None:
     """Send every rank's part to every rank, and sum the parts after the wait."""
-    flat, _, ranks, group = node.args
+    flat, _, ranks, group = operands(node)
     value, own = flat.meta["val"], node.meta["val"]
     counts = [own.shape[0]] * ranks
     arguments = (flat, counts, counts, group)

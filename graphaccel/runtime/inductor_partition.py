@@ -105,7 +105,7 @@ def pieces(graph: fx.Graph) -> tuple[Piece, ...]:
 def signature(piece: Piece) -> Hashable:
     """Equal for pieces that compute the same from inputs of the same metadata: they share one
     compiled code."""
-    place = {n: _Place(i) for i, n in enumerate((*piece.inputs, *piece.nodes))}
+    place: dict[Any, Any] = {n: _Place(i) for i, n in enumerate((*piece.inputs, *piece.nodes))}
     if any(n.op == "get_attr" for n in piece.nodes):  # a constant of its graph
         return piece
     calls = tuple(

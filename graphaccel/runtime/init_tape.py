@@ -174,5 +174,5 @@ def ref_of(tensor: torch.Tensor, memory: int | None = None) -> Ref:
         tensor.dtype,
         tuple(tensor.shape),
         tuple(tensor.stride()),
-        tensor.storage_offset(),
+        int(tensor.storage_offset()),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -15,7 +16,8 @@ def rounding(products: str) -> Iterator[None]:
     if products != "tfloat32":
         yield
         return
-    settings = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)
+    cudnn: Any = torch.backends.cudnn
+    settings = (torch.backends.cuda.matmul, cudnn.conv)
     before = [setting.fp32_precision for setting in settings]
     try:
         for setting in settings:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 # For tensor subclasses whose functions are those of plain tensors (runtime/parameters/sharded.py).
-no_torch_function = torch._C._disabled_torch_function_impl
+no_torch_function: Any = torch._C._disabled_torch_function_impl
 
 
 def storage_key(tensor: torch.Tensor) -> int:

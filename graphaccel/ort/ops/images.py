@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -10,10 +12,10 @@ from graphaccel.ort.builder import MICROSOFT, Arguments, Builder, Declined, Tran
 aten = torch.ops.aten
 
 
-def _geometry(a: Arguments) -> dict[str, object]:
+def _geometry(a: Arguments) -> dict[str, Any]:
     rank = len(a["weight"].shape) - 2
 
-    def each(value: object) -> list[int]:
+    def each(value: Any) -> list[int]:
         numbers = list(value) if isinstance(value, (list, tuple)) else [value]
         return [int(n) for n in (numbers * rank if len(numbers) == 1 else numbers)]
 
@@ -102,12 +104,12 @@ def _weight_gradient(b: Builder, grad: Value, x: Value, weight: Value, geometry:
     return b.transpose(made, swap)
 
 
-def _window(a: Arguments, size: str = "kernel_size") -> dict[str, list[int]]:
+def _window(a: Arguments, size: str = "kernel_size") -> dict[str, Any]:
     """Kernel, strides and pads of a pooling over two dims."""
     if a.get("ceil_mode"):
         raise Declined("it rounds sizes up")
 
-    def both(value: object) -> list[int]:
+    def both(value: Any) -> list[int]:
         numbers = list(value) if isinstance(value, (list, tuple)) else [value]
         return [int(n) for n in (numbers * 2 if len(numbers) == 1 else numbers)]
 

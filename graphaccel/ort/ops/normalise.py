@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from math import prod
+from typing import Any
 
 import torch
 from torch import fx
@@ -62,17 +63,14 @@ def _layer_norm_backward(b: Builder, node: fx.Node, a: Arguments) -> list[Value 
     rows = list(range(len(x.shape) - count))
     dims = list(range(len(x.shape) - count, len(x.shape)))
     # The kernel requires statistics in float32, whatever the other dtypes are.
-    single = weight is not None and x.dtype == torch.float32
-    if single and b.can("LayerNormalizationGrad", grad, x, weight, mean, scale, outputs=3):
+    known: tuple[Any, ...] = (grad, x, weight, mean, scale)
+    single = x.dtype == torch.float32
+    if weight is not None and single and b.can("LayerNormalizationGrad", *known, outputs=3):
         shapes = [x.shape, weight.shape, weight.shape]
         return list(
             b.ops(
                 "LayerNormalizationGrad",
-                grad,
-                x,
-                weight,
-                mean,
-                scale,
+                *known,
                 results=[(s, x.dtype) for s in shapes],
                 domain=MICROSOFT,
                 axis=-count,

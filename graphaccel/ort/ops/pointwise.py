@@ -83,8 +83,8 @@ def _logical(kind: str) -> Callable[..., Value]:
     def translate(b: Builder, node: fx.Node, a: Arguments) -> Value:
         if _dtype(node) != torch.bool:
             raise Declined("it works on bits")
-        pair = [as_value(b, a[k], torch.bool) for k in ("self", "other")]
-        return b.binary(kind, *pair)
+        x, y = (as_value(b, a[k], torch.bool) for k in ("self", "other"))
+        return b.binary(kind, x, y)
 
     return translate
 

@@ -116,7 +116,7 @@ def _prepared(forward: ForwardGraph, keep_outputs: bool) -> ForwardGraph:
     """A copy without no-op copies and, unless wanted, without what the model returns besides its
     loss: logits that nothing reads need not exist."""
     graph = fx.Graph()
-    values = graph.graph_copy(forward.graph.graph, {})
+    values: Any = graph.graph_copy(forward.graph.graph, {})
     outputs = forward.outputs
     if not keep_outputs and any(o.kind == "loss" for o in outputs):
         kept = [o.kind != "output" for o in outputs]

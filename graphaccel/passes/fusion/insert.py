@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_arg
 
 from graphaccel.capture.causal import causal_attention
 from graphaccel.capture.patterns import trace_pattern
@@ -105,7 +106,7 @@ def _insert_rewrite(graph: fx.Graph, site: Site) -> _Inserted:
             copies[node] = site.inputs[node.name]
         elif node.op == "call_function":
             copies[node] = graph.node_copy(node, lambda n: copies[n])
-            arguments = fx.node.map_arg(
+            arguments = map_arg(
                 (copies[node].args, dict(copies[node].kwargs)), lambda n: n.meta["val"]
             )
             copies[node].meta = {"val": node.target(*arguments[0], **arguments[1])}

@@ -42,7 +42,8 @@ def stage_ends(step: StepGraph, cuts: Sequence[str]) -> tuple[StageEnd, ...]:
             continue
         path = known.path(row[name])
         inside = [(r, n) for r in step.repeats.runs if 0 <= (n := _number(r, path)) < r.count]
-        found.append(StageEnd(item, False, *(inside[0] if inside else ())))
+        run, layer = inside[0] if inside else (None, 0)
+        found.append(StageEnd(item, False, run, layer))
     return tuple(found)
 
 

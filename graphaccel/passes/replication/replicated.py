@@ -185,7 +185,7 @@ def _of_count(run: Runner, context: Context, rows: Sequence[Run], count: Sequenc
 
 def _spread_known(context: Context, rows: Sequence[Run], few: Context) -> Context:
     """Facts about the parameters and outputs of few layers, extended to all of them."""
-    resting, partial = (_spread(rows, known) for known in (few.rank.resting, few.rank.partial))
+    resting, partial = _spread(rows, few.rank.resting), _spread(rows, few.rank.partial)
     owned, unsharded = owned_shards(context.step, context.plan, resting)
     places = _places(context.step, few.step, rows, few.part)
     return replace(

@@ -77,7 +77,8 @@ def _problems(data: Any, devices: int | None) -> Iterator[str]:
     if data.get("schema", SCHEMA) != SCHEMA:
         yield f"schema is {data['schema']!r}; this version reads {SCHEMA}"
     found = list(_of_fields({k: v for k, v in data.items() if k != "schema"}, Cluster, ""))
-    device, links = data.get("device"), data.get("links")
+    device = data.get("device")
+    links: Any = data.get("links")
     if "device" in data:
         found += _of_device(device)
     if "links" in data:

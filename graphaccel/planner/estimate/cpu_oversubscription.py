@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from graphaccel.schedule.table import build
+from graphaccel.schedule.table import Kind, build
 
-_KINDS = ("forward", "backward", "weight")
+_KINDS: tuple[Kind, ...] = ("forward", "backward", "weight")
 _DONE = 1e-9  # of the longest action: what is left when several end at the same time
 
 
@@ -35,7 +35,7 @@ def shared_makespan(
     """
     name, ranks, per_rank, microbatches = shape
     rows = build(name, ranks, per_rank, microbatches)
-    took = dict(zip(_KINDS, seconds, strict=True))
+    took: dict[Kind, Sequence[float]] = dict(zip(_KINDS, seconds, strict=True))
     needs: dict[tuple[str, int], list[int]] = defaultdict(list)
     for source, destination, way in edges:
         if source % ranks != destination % ranks:

@@ -7,6 +7,7 @@ import torch
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH
 from graphaccel.errors.messages import format_bytes
+from graphaccel.ir.values import returned
 from graphaccel.planner.cluster.cluster import Cluster
 from graphaccel.planner.cluster.communication import all_gather_seconds
 from graphaccel.planner.plan.plan import Plan
@@ -19,7 +20,7 @@ def output_bytes(step: StepGraph, batch: int) -> int:
         return 0
     resolve = Sizes({**step.sizes, **({BATCH: batch} if BATCH in step.sizes else {})})
     size = 0
-    for spec, node in zip(step.outputs, step.graph.graph.output_node().args[0], strict=True):
+    for spec, node in zip(step.outputs, returned(step.graph), strict=True):
         value = node.meta["val"] if spec.kind == "output" else None
         if isinstance(value, torch.Tensor):
             count = 1

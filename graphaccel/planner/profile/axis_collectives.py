@@ -6,8 +6,9 @@ The stride of an axis is the number of devices that all axes inside it hold toge
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -26,7 +27,7 @@ from graphaccel.planner.profile.cost import Resolve, tensor_bytes
 
 _c10d = torch.ops._c10d_functional
 _OUTSIDE = ("pipeline", "data", *PARTS)
-KINDS = {
+KINDS: Mapping[Any, str] = {
     _c10d.all_reduce.default: "all-reduce",
     _c10d.all_gather_into_tensor.default: "all-gather",
     _c10d.reduce_scatter_tensor.default: "reduce-scatter",

@@ -24,6 +24,7 @@ from torch.utils.flop_counter import flop_registry
 from graphaccel.capture.symbols import evaluate
 from graphaccel.compat.torch.onednn import onednn_linear
 from graphaccel.ir.calls import COUNTED_LIKE, counted_packet, is_causal, op_packet
+from graphaccel.ir.values import operands
 from graphaccel.kernels.experts import GRADIENT as EXPERT_GRADIENT
 from graphaccel.kernels.experts import PRODUCT as EXPERT_PRODUCT
 from graphaccel.kernels.register import fusion_of, is_backward
@@ -213,7 +214,10 @@ def node_bytes(node: fx.Node, resolve: Resolve = _symbolic) -> Amount:
         return 0
     written = tensor_bytes(node, resolve)
     total = written
-    gathers = {node.args[0]: written} if op_packet(node) in _GATHERS else _gathered(node, resolve)
+    if op_packet(node) in _GATHERS:
+        gathers = {operands(node)[0]: written}
+    else:
+        gathers = _gathered(node, resolve)
     for source in dict.fromkeys(node.all_input_nodes):
         read = tensor_bytes(source, resolve)
         if source in gathers:
@@ -349,11 +353,11 @@ def _grouped(node: fx.Node, sizes: Resolve) -> tuple[int, int, int, int]:
     """Rows, columns and inner size of each matmul of rows with their experts' weights, or of each
     matmul for the weights' gradients, and their number; as if each expert was chosen equally often.
     """
-    rows, inner = dims_of(node.args[0], sizes)
+    rows, inner = dims_of(operands(node)[0], sizes)
     if node.target is EXPERT_GRADIENT:
         held, _, columns = dims_of(node, sizes)
         return inner, columns, -(-rows // held), held
-    held = dims_of(node.args[1], sizes)[0]
+    held = dims_of(operands(node)[1], sizes)[0]
     return -(-rows // held), dims_of(node, sizes)[-1], inner, held
 
 
@@ -391,7 +395,7 @@ def _aligned(node: fx.Node, sizes: Resolve) -> int:
 def _attention(node: fx.Node, sizes: Resolve, flops: int, moved: int, dtype: str) -> Work:
     backward = "backward" in str(node.target)
     first = 1 if backward else 0  # the backward's first argument is the gradient
-    query, key = (dims_of(n, sizes) for n in node.args[first : first + 2])
+    query, key = (dims_of(n, sizes) for n in operands(node)[first : first + 2])
     if is_causal(node):
         seen = min(1.0, (key[-2] + 1) / (2 * query[-2]) if query[-2] == key[-2] else 1.0)
         flops = int(flops * seen)

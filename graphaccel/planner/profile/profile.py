@@ -23,6 +23,7 @@ from graphaccel.capture.blocks import block_of
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.ir.replication.layers import NotRepeated
 from graphaccel.ir.replication.unfold import node_names
+from graphaccel.ir.values import operands
 from graphaccel.planner.cluster.cluster import Device
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.profile.axis_collectives import KINDS, Wires
@@ -72,7 +73,7 @@ def _is_result(node: fx.Node) -> bool:
     while len(node.users) == 1:
         (user,) = node.users
         if user.op == "output":
-            return list(user.args[0]).count(node) == 1
+            return list(operands(user)[0]).count(node) == 1
         if user.target not in RESHAPES and user.target not in TRANSPOSES:
             return False
         node = user

@@ -103,7 +103,8 @@ def columns(shapes: Sequence[Shape], batch: int) -> Columns:
     held = found[6] > 0, found[7], found[8] > 0, found[9] > 0, found[10]
     order = np.empty(len(shapes), dtype=np.int64)
     order[sorted(range(len(shapes)), key=lambda i: shapes[i].order)] = np.arange(len(shapes))
-    return Columns(shapes[0].layout, *found[:6], *held, order)
+    values: Any = (*found[:6], *held, order)
+    return Columns(shapes[0].layout, *values)
 
 
 @dataclass(frozen=True)

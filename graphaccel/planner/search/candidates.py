@@ -18,6 +18,7 @@ from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import SEQUENCE
 from graphaccel.ir.calls import counted_packet
 from graphaccel.ir.replication.unfold import distinct_nodes, input_nodes
+from graphaccel.ir.values import operands
 from graphaccel.planner.cluster.cluster import Cluster
 from graphaccel.planner.plan.base_plan import PRECISIONS
 from graphaccel.planner.plan.pins import RECOMPUTE, RESHARDS, Pins, divisors
@@ -163,7 +164,7 @@ def tensor_sizes(problem: Problem) -> tuple[int, ...]:
     heads, widths = set(), set()
     for node, _ in distinct_nodes(step.forward.graph):
         if "scaled_dot_product" in str(counted_packet(node)):
-            heads.add(int(node.args[0].meta["val"].shape[1]))
+            heads.add(int(operands(node)[0].meta["val"].shape[1]))
     for value in _parameters(step).values():
         widths |= set(value.shape) if value.ndim > 1 else set()
     shared = heads or widths

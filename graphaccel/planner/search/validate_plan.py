@@ -155,7 +155,9 @@ def _is(value: object, hint: Any) -> bool:
     if hint in (int, float):
         kinds = (int,) if hint is int else (int, float)
         return isinstance(value, kinds) and not isinstance(value, bool)
-    if is_dataclass(hint) and isinstance(value, hint):
+    if not isinstance(value, hint):
+        return False
+    if is_dataclass(hint):
         hints = get_type_hints(hint)
         return all(_is(getattr(value, f.name), hints[f.name]) for f in fields(hint))
-    return isinstance(value, hint)
+    return True

@@ -201,8 +201,8 @@ class OptimizerStep:
             group = found.group
             _make_adam_states(found)
             decoupled = group.get("decoupled_weight_decay", kind)
-            numbers = (*group["betas"], group["eps"], group["weight_decay"])
-            rules += [AdamRule(group["lr"], *numbers, decoupled)] * len(found.params)
+            numbers: Any = (*group["betas"], group["eps"], group["weight_decay"], decoupled)
+            rules += [AdamRule(group["lr"], *numbers)] * len(found.params)
         states = [s for found in groups for s in found.states]
         self._many.adam(
             [p for found in groups for p in found.params],

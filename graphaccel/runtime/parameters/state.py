@@ -98,7 +98,7 @@ class DTensorPart(_Part, DTensor):
 
 
 def _part(value: Any) -> Any:
-    value.__class__ = DTensorPart if isinstance(value, DTensor) else ShardPart
+    value.__class__ = DTensorPart if issubclass(type(value), DTensor) else ShardPart
     return value
 
 

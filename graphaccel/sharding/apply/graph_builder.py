@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from graphaccel.ir.fakes import Fakes
 from graphaccel.ir.nodes import new_node
@@ -195,5 +196,5 @@ def set_value(node: fx.Node, fakes: Fakes | None = None) -> None:
     if fakes is not None:
         node.meta["val"] = fakes.call(make, node.args, node.kwargs)
         return
-    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
+    args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
     node.meta["val"] = make(*args, **kwargs)

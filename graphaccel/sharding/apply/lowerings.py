@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
+from graphaccel.ir.values import operands
 from graphaccel.sharding.apply.graph_builder import Emitter
 from graphaccel.sharding.apply.random_parts import DROPOUT_PART
 
@@ -51,7 +52,7 @@ def _embedding(emit: Emitter, node: fx.Node, tensors: list[fx.Node]) -> list[fx.
 def _embedding_backward(emit: Emitter, node: fx.Node, tensors: list[fx.Node]) -> list[fx.Node]:
     """Gradients of other ranks' rows are written to one extra row, which is cut off."""
     gradient, ids = tensors
-    count, padding = int(node.args[2]), int(node.args[3])
+    count, padding = int(operands(node)[2]), int(operands(node)[3])
     rows = -(-count // emit.ranks)  # rounded up: the last rank may have padding
     moved, own = own_rows(emit, ids, rows)
     if padding >= 0:
@@ -86,7 +87,7 @@ def _look_up_backward(emit: Emitter, node: fx.Node, tensors: list[fx.Node]) -> l
 
 
 def _softmax(emit: Emitter, node: fx.Node, tensors: list[fx.Node]) -> list[fx.Node]:
-    name, dim = str(node.target), [int(node.args[2 if len(tensors) == 2 else 1])]
+    name, dim = str(node.target), [int(operands(node)[2 if len(tensors) == 2 else 1])]
     log = "log" in name
     if len(tensors) == 2:
         gradient, result = tensors
@@ -122,7 +123,7 @@ def _nll_loss(emit: Emitter, node: fx.Node, tensors: list[fx.Node]) -> list[fx.N
     backward = "backward" in str(node.target)
     scores = tensors[1 if backward else 0]
     at = 2 if backward else 1
-    reduction, ignored = node.args[at + 2], int(node.args[at + 3])
+    reduction, ignored = operands(node)[at + 2], int(operands(node)[at + 3])
     labels = _own_labels(emit, tensors[at], ignored, scores.meta["val"].shape[1])
     if backward:
         args = (tensors[0], scores, labels, None, reduction, _IGNORED, tensors[3])
@@ -169,7 +170,7 @@ def _expert_product(emit: Emitter, node: fx.Node, tensors: list[fx.Node]) -> lis
 
 
 def _expert_gradient(emit: Emitter, node: fx.Node, tensors: list[fx.Node]) -> list[fx.Node]:
-    count = int(node.args[4])
+    count = int(operands(node)[4])
     held = count // emit.ranks
     return [emit.call(node.target, *tensors, 0, count, held, bind={3: held})]
 
@@ -183,7 +184,7 @@ def items(emit: Emitter, node: fx.Node) -> list[fx.Node]:
 
 def _dropout(emit: Emitter, node: fx.Node, tensors: list[fx.Node]) -> list[fx.Node]:
     """A separate mask on each rank: `sharding.apply.random_parts`."""
-    made = emit.call(DROPOUT_PART, tensors[0], float(node.args[1]), 0, bind={2: 1})
+    made = emit.call(DROPOUT_PART, tensors[0], float(operands(node)[1]), 0, bind={2: 1})
     return items(emit, made)
 
 

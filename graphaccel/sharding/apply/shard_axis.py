@@ -30,7 +30,7 @@ from graphaccel.compat.torch.graphs import graph_module
 from graphaccel.ir.calls import arguments
 from graphaccel.ir.fakes import Fakes
 from graphaccel.ir.nodes import drop_dead, new_node
-from graphaccel.ir.values import fake_like
+from graphaccel.ir.values import fake_like, operands, returned
 from graphaccel.sharding.apply.graph_builder import Emitter, set_value
 from graphaccel.sharding.apply.lowerings import items, lower
 from graphaccel.sharding.apply.padding import Padding
@@ -122,7 +122,7 @@ class _Sharding:
         self.chosen = ChosenRows(self.emit)
         self.names = {node.name: node for node in module.graph.nodes}
         self.made: dict[Any, dict[Placement, fx.Node]] = {}
-        results = zip(module.graph.output_node().args[0], outputs, strict=True)
+        results = zip(returned(module), outputs, strict=True)
         # Outputs of the forward are converted in the forward, though a backward may read them
         # first.
         self.handed = {
@@ -142,9 +142,7 @@ class _Sharding:
         partial: set[str] = set()
         results = [
             self._result(node, spec, held, partial)
-            for node, spec in zip(
-                self.module.graph.output_node().args[0], self.outputs, strict=True
-            )
+            for node, spec in zip(returned(self.module), self.outputs, strict=True)
         ]
         self.graph.output(results).meta["phase"] = "output"
         made = graph_module(self.module, self.graph)
@@ -188,7 +186,7 @@ class _Sharding:
             if isinstance(place, Shard) and place.by:
                 result.meta["chosen"] = True
                 if result.target is operator.getitem:
-                    result.args[0].meta["chosen"] = True
+                    operands(result)[0].meta["chosen"] = True
             self.made[(node, k)] = {place: result}
 
     def _copied(

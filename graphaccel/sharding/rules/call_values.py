@@ -12,6 +12,7 @@ from torch import fx
 from graphaccel.capture.export import GraphInput, GraphOutput
 from graphaccel.capture.symbols import BATCH
 from graphaccel.ir.calls import is_random
+from graphaccel.ir.values import operands
 from graphaccel.kernels.experts import GRADIENT, PRODUCT
 from graphaccel.sharding.rules import indexing
 from graphaccel.sharding.rules.factories import UNIFORM
@@ -66,8 +67,9 @@ def free_nodes(
 def source_of(node: fx.Node) -> Value:
     """The call that computes a value, and the index among its results."""
     if node.target is operator.getitem:
-        made = [k for k, t in enumerate(node.args[0].meta["val"]) if isinstance(t, torch.Tensor)]
-        return node.args[0], made.index(node.args[1])
+        source, index = operands(node)
+        made = [k for k, t in enumerate(source.meta["val"]) if isinstance(t, torch.Tensor)]
+        return source, made.index(index)
     return node, 0
 
 

@@ -27,6 +27,7 @@ import torch
 from torch import fx
 
 from graphaccel.ir.calls import is_random
+from graphaccel.ir.values import operands
 from graphaccel.sharding.rules.factories import COUNTS, UNIFORM
 from graphaccel.sharding.rules.head import MOST, close, is_backward, share_of_weights
 from graphaccel.sharding.rules.indexing import only_counts_rows
@@ -231,7 +232,7 @@ class _State:
             self._hoist(node)
             return
         if node.target is operator.getitem:
-            source, index = node.args
+            source, index = operands(node)
             place = self.places[source]
             self.places[node] = place[index] if isinstance(place, tuple) else place
             return

@@ -10,15 +10,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_aggregate
 
-from graphaccel.ir.values import tensors_of
+from graphaccel.ir.values import op_of, tensors_of
 from graphaccel.sharding.rules.notation import Indices, Notation, shape_of, tensor_arguments
 
 aten = torch.ops.aten
 # The first number of a list of sizes among an affine grid's arguments.
-_LISTS_IMAGES = {aten.affine_grid_generator.default: 1}
+_LISTS_IMAGES: Mapping[Any, int] = {aten.affine_grid_generator.default: 1}
 # The number of images among a group norm's arguments.
-_COUNTS_IMAGES = {aten.native_group_norm.default: 3, aten.native_group_norm_backward.default: 5}
+_COUNTS_IMAGES: Mapping[Any, int] = {
+    aten.native_group_norm.default: 3,
+    aten.native_group_norm_backward.default: 5,
+}
 
 
 def call_node(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.Node:
@@ -35,8 +39,8 @@ def call_node(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
         node.meta["val"] = value
         return node
 
-    args, kwargs = fx.node.map_aggregate((args, dict(kwargs)), placed)
-    node = graph.call_function(target, args, kwargs)
+    given: Any = map_aggregate((args, dict(kwargs)), placed)
+    node = graph.call_function(target, *given)
     node.meta["val"] = computed(node, {})
     return node
 
@@ -54,14 +58,15 @@ def computed(
         position += 1
         return tensors.get(position, x.meta["val"])
 
-    args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), value)
+    given: Any = map_aggregate((node.args, dict(node.kwargs)), value)
+    args: tuple[Any, ...] = given[0]
     if shapes:
         args = tuple(list(shapes.get(tuple(a), a)) if isinstance(a, list) else a for a in args)
         if (at := _COUNTS_IMAGES.get(node.target)) is not None:
             args = (*args[:at], args[at] // 2, *args[at + 1 :])
         if (at := _LISTS_IMAGES.get(node.target)) is not None:
             args = (*args[:at], [args[at][0] // 2, *args[at][1:]], *args[at + 1 :])
-    return node.target(*args, **kwargs)
+    return op_of(node)(*args, **given[1])
 
 
 def faults(node: fx.Node, rule: Notation) -> Iterator[str]:

@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from graphaccel.ir.calls import arguments
+from graphaccel.ir.values import operands
 from graphaccel.sharding.rules.notation import (
     Notation,
     Rule,
@@ -89,7 +90,7 @@ def _slice(node: fx.Node) -> Notation:
 def _narrow(node: fx.Node) -> Notation:
     """The narrowed dim cannot be sharded."""
     names = named_dims(node)
-    whole = frozenset({names[int(node.args[1]) % len(names)]})
+    whole = frozenset({names[int(operands(node)[1]) % len(names)]})
     return Notation((names,), (names,), whole, _FIRST)
 
 

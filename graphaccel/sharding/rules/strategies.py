@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from graphaccel.ir.calls import arguments, is_random
+from graphaccel.ir.values import operands
 from graphaccel.kernels.register import fusion_of
 from graphaccel.sharding.rules.factories import COUNTS, UNIFORM
 from graphaccel.sharding.rules.lowered import lowered_rows
@@ -217,9 +218,10 @@ def _regroup(
     """The shard of `target` that holds the same elements as a shard of a tensor of shape
     `source`."""
     if shard.padding or shard.by:
-        group = next((g for g in groups(source, target) if shard.dim in g[0]), ((), ()))
-        alone = len(group[0]) == len(group[1]) == 1
-        return replace(shard, dim=group[1][0]) if alone else None
+        group = next((g for g in groups(source, target) if shard.dim in g[0]), None)
+        if group is None or not len(group[0]) == len(group[1]) == 1:
+            return None
+        return replace(shard, dim=group[1][0])
     found = reshaped(source, target, shard.dim, shard.outer, ranks)
     return None if found is None else Shard(*found)
 
@@ -335,21 +337,21 @@ def _cat_back(node: fx.Node, shard: Shard, ranks: int) -> Pair | None:
 
 def _gathered(node: fx.Node, shard: Shard, ranks: int) -> Pair | None:
     """An all-gather over another axis: the ranks' tensors concatenated."""
-    pair = _along(0, int(node.args[1]), narrows=False)(shard)
+    pair = _along(0, int(operands(node)[1]), narrows=False)(shard)
     return None if pair is None else (pair[1], pair[0])
 
 
 def _gathered_back(node: fx.Node, shard: Shard, ranks: int) -> Pair | None:
-    pair = _along(0, int(node.args[1]), narrows=True)(shard)
+    pair = _along(0, int(operands(node)[1]), narrows=True)(shard)
     return None if pair is None else (pair[1], pair[0])
 
 
 def _scattered(node: fx.Node, shard: Shard, ranks: int) -> Pair | None:
-    return _along(0, int(node.args[2]), narrows=True)(shard)
+    return _along(0, int(operands(node)[2]), narrows=True)(shard)
 
 
 def _scattered_back(node: fx.Node, shard: Shard, ranks: int) -> Pair | None:
-    return _along(0, int(node.args[2]), narrows=False)(shard)
+    return _along(0, int(operands(node)[2]), narrows=False)(shard)
 
 
 Follow: TypeAlias = Callable[[fx.Node, Shard, int], Pair | None]

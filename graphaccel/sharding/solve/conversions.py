@@ -69,8 +69,11 @@ def conversion_seconds(
             return 2 * ((n - 1) * latency + passing) + r.launch
         copies = 0.0 if target == Shard(0) else 2 * size / r.memory
         return (n - 1) * latency + passing + copies + r.launch
-    whole = target == REPLICATED or source.dim == target.dim  # replicated at least in between
-    if whole or source.padding or target.padding:
+    assert isinstance(source, Shard)
+    if (
+        not isinstance(target, Shard) or source.dim == target.dim  # replicated at least in between
+        or source.padding or target.padding
+    ):  # fmt: skip
         copies = 0.0 if source == Shard(0) else 2 * size / r.memory
         return (n - 1) * latency + passing + copies + r.launch
     return (n - 1) * latency + passing / n + 2 * size / n / r.memory + 2 * r.launch

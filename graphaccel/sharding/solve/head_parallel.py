@@ -16,10 +16,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import fx
 
+from graphaccel.ir.values import op_of, operands
 from graphaccel.sharding.rules.call_values import Value, source_of, tensor_of
 from graphaccel.sharding.rules.shard import Row, Shard, Shards, shard_of
 
@@ -27,7 +29,8 @@ aten = torch.ops.aten
 _sends = torch.ops._c10d_functional
 _FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-_KEYS = {_FORWARD: (1, 2), _BACKWARD: (2, 3)}  # positions of keys and values
+# Positions of keys and values.
+_KEYS: Mapping[Any, tuple[int, int]] = {_FORWARD: (1, 2), _BACKWARD: (2, 3)}
 _REPEATS = frozenset({aten.expand.default, aten.clone.default, aten.view.default,
                       aten.reshape.default, aten._unsafe_view.default,
                       aten.unsqueeze.default})  # fmt: skip
@@ -115,7 +118,7 @@ def context_notes(
 
 def _sizes(node: fx.Node) -> tuple[int, ...]:
     """Number of heads, queries and keys of a call."""
-    queries, keys = (tensor_of(source_of(value)).shape for value in node.args[:2])
+    queries, keys = (tensor_of(source_of(value)).shape for value in operands(node)[:2])
     return int(queries[1]), int(queries[2]), int(keys[2])
 
 
@@ -139,7 +142,7 @@ def _without_masks(
     reads: Mapping[fx.Node, Sequence[Value]],
     gives: Mapping[fx.Node, Sequence[Value]],
 ) -> list[Value]:
-    count = {_FORWARD: 3, _BACKWARD: 6}.get(node.target, len(reads[node]))
+    count = {_FORWARD: 3, _BACKWARD: 6}.get(op_of(node), len(reads[node]))
     return [*reads[node][:count], *gives[node]]
 
 

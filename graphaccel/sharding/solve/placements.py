@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
 from graphaccel.capture.export import GraphInput, GraphOutput
@@ -394,7 +395,7 @@ class PlacementProblem:
         seconds = sum(map(self._bytes, tensors)) / self.rates.memory
         formula = flop_registry.get(counted_packet(node))
         if formula is not None:
-            args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), shapes_of)
+            args, kwargs = map_arg((node.args, dict(node.kwargs)), shapes_of)
             out = shapes_of(node)
             share = next((s for t in tensors if (s := self._share(t.numel())) != 1.0), 1.0)
             flops = formula(*args, **kwargs, out_val=out) * (0.5 if is_causal(node) else 1.0)

@@ -15,6 +15,7 @@ from torch import fx
 
 from graphaccel.capture.export import GraphInput, GraphOutput
 from graphaccel.capture.symbols import BATCH, SEQUENCE
+from graphaccel.ir.values import operands
 from graphaccel.sharding.rules.call_values import (
     HELD,
     Value,
@@ -79,7 +80,7 @@ class Shardable:
         nodes = list(graph.nodes)
         placeholders = [n for n in nodes if n.op == "placeholder"]
         self.kinds = dict(zip(placeholders, inputs, strict=False))
-        self.outputs = list(zip(graph.output_node().args[0], outputs, strict=False))
+        self.outputs = list(zip(operands(graph.output_node())[0], outputs, strict=False))
         # With one example a merged [batch x sequence] dim is sharded along the sequence.
         self.examples = next(
             (int(n.meta["val"].shape[d]) for n in placeholders

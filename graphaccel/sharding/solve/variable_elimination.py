@@ -15,6 +15,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -142,8 +143,8 @@ class _Solver:
         more = np.zeros((self.counts[v], self.counts[v]))
         for number in sorted(self.of[v]):
             more += self._least_more(number, v)
-        beaten = (more > 0).any(axis=1).tolist()
-        beaten[0] &= not all(beaten)  # all are forbidden
+        beaten: Any = (more > 0).any(axis=1).tolist()
+        beaten[0] = beaten[0] and not all(beaten)  # all are forbidden
         return beaten
 
     def _least_more(self, number: int, v: int) -> np.ndarray:
