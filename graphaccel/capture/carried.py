@@ -14,7 +14,7 @@ from graphaccel.capture.closures import held_by_module, memory_of
 from graphaccel.compat.torch import pytree
 from graphaccel.compat.torch.modes import TorchDispatchMode
 from graphaccel.errors.messages import Location
-from graphaccel.guards.reads import line_of
+from graphaccel.guards.reads import line_of, paused
 
 Path = tuple[str, ...]
 """Attribute names, list indices and dict keys, from a model to something that it holds."""
@@ -53,7 +53,8 @@ class Ops(TorchDispatchMode):
             key = memory_of(tensor)
             if key not in self.own and key not in self.made and key not in self.written:
                 self.written[key] = line_of(sys._getframe(1))
-        result = func(*args, **kwargs)
+        with paused():
+            result = func(*args, **kwargs)
         for tensor in _tensors(result):
             key = memory_of(tensor)
             if key not in given:

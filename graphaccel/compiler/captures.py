@@ -108,7 +108,8 @@ class Captures:
         kept = self._kept.get(id(step))
         if kept is None:
             observed = self._observed(batch, step.training)
-            kept = self._guarded(step, batch, observed, step.training)
+            recorded = places(self._fresh(step.training), observed.reads, self.model.module)
+            kept = self._guarded(step, batch, observed, recorded)
         return kept.guards
 
     def left(self, step: StepGraph) -> tuple[Path, ...]:
@@ -160,8 +161,9 @@ class Captures:
         faked = self._faked(batch, training, observed, numbers)
         many = None if numbers else MANY
         step = self._capture(*faked, training, many=many, symbolic=symbolic)
-        step = _with_paths(step, places(self._fresh(training), observed.reads, self.model.module))
-        self._guarded(step, batch, observed, training, numbers)
+        recorded = places(self._fresh(training), observed.reads, self.model.module)
+        step = _with_paths(step, recorded)
+        self._guarded(step, batch, observed, recorded, numbers)
         self.steps[(batch.signature(), training, len(self.steps))] = step
         return step
 
@@ -250,14 +252,13 @@ class Captures:
         step: StepGraph,
         batch: Batch,
         observed: Observed,
-        training: bool,
+        recorded: Mapping[str, Place],
         numbers: Sequence[str] | None = None,
     ) -> _Kept:
-        """Record what a step depends on."""
+        """Record what a step depends on. recorded: what its forward reads, at capture."""
         reads = observed.reads
         if numbers is None:  # step of another rank: the inputs after those of the batch
             numbers = _numbers(step, batch)
-        recorded = places(self._fresh(training), reads, self.model.module)
         guards = Guards(
             lambda: places(self.model.module, reads),
             {n: p.token for n, p in recorded.items()},

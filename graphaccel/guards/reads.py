@@ -138,6 +138,21 @@ def recorded(classes: set[type]) -> Iterator[Reads]:
     reads.scopes = _scopes(codes)
 
 
+@contextmanager
+def paused() -> Iterator[None]:
+    """Pause the recording of functions that run, for code of torch below an op: on tensors without
+    data it is thousands of calls, each of which the hook would slow down."""
+    hook = sys.getprofile()
+    if getattr(hook, "__module__", None) != __name__:  # another profiler's, or none
+        yield
+        return
+    sys.setprofile(None)
+    try:
+        yield
+    finally:
+        sys.setprofile(hook)
+
+
 def _restore_profile(before: Any) -> None:
     """Restore the interpreter's profile hook: a function, or a profiler written in C."""
     if before is None or callable(before):

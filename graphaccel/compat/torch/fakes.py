@@ -123,6 +123,14 @@ def fake_factory(tensor: FakeTensor) -> Callable[[], FakeTensor]:
     return lambda: FakeTensor(mode, like, device)
 
 
+def new_fake(tensor: FakeTensor) -> FakeTensor:
+    """A fake tensor with a tensor's dtype, shape, strides and device, and storage of its own; calls
+    no op of the fake mode."""
+    with without_torch_dispatch():
+        like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return FakeTensor(tensor.fake_mode, like, tensor.fake_device)
+
+
 def fakes_like(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Fake tensors with the layout of the given ones, in a new mode."""
     with FakeTensorMode(shape_env=ShapeEnv()):
