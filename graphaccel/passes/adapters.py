@@ -25,6 +25,7 @@ from graphaccel.passes.gather_parameters import gather_parameters
 from graphaccel.passes.lower_precision import lower_precision
 from graphaccel.passes.offload_activations import offload_activations
 from graphaccel.passes.overlap_collectives import overlap_collectives
+from graphaccel.passes.parameter_groups import ShardedParameters
 from graphaccel.passes.place_ort import place_ort
 from graphaccel.passes.recompute import recompute
 from graphaccel.passes.recompute_casts import recompute_casts
@@ -181,28 +182,25 @@ def run_gather_once(c: Context) -> Context:
     """On each program alone, where the plan gathers parameters once a step."""
     if c.plan.reshard_after_forward != "once_per_step":
         return c
-    ranks, values = c.fixed.ranks or c.plan.shards, c.values
-    return _each(
-        c,
-        lambda program: gather_once(
-            program, c.plan, c.owned, ranks, values, shared=c.shared, groups=c.fixed.groups
-        ),
-    )
+    sharded = _sharded_parameters(c)
+    return _each(c, lambda program: gather_once(program, c.plan, sharded))
 
 
 def run_gather_parameters(c: Context) -> Context:
     """On each program alone, except those whose parameters are gathered once a step."""
-    ranks, values, last = c.fixed.ranks or c.plan.shards, c.values, c.stages.stages - 1
+    sharded, last = _sharded_parameters(c), c.stages.stages - 1
 
     def run(program: StageProgram) -> StageProgram:
         if program.prepare is not None:
             return program
-        return gather_parameters(
-            program, c.plan, c.owned, ranks, values,
-            shared=c.shared, groups=c.fixed.groups, last=program.stage == last,
-        )  # fmt: skip
+        return gather_parameters(program, c.plan, sharded, last=program.stage == last)
 
     return _each(c, run)
+
+
+def _sharded_parameters(c: Context) -> ShardedParameters:
+    ranks = c.fixed.ranks or c.plan.shards
+    return ShardedParameters(c.owned, ranks, c.values, c.shared, c.fixed.groups)
 
 
 def run_cast_parameters_once(c: Context) -> Context:

@@ -34,12 +34,12 @@ import torch
 from torch import fx
 
 from graphaccel.compat.torch.graphs import graph_module
-from graphaccel.ir.program import Owned, StageProgram, Value
+from graphaccel.ir.program import StageProgram, Value
 from graphaccel.passes.parameter_groups import (
     Group,
+    ShardedParameters,
     Uses,
     casts_to,
-    parameter_groups,
     placeholders_of,
     whole_of,
 )
@@ -49,30 +49,12 @@ aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
 
-def gather_once(
-    program: StageProgram,
-    plan: Plan,
-    owned: Mapping[str, Owned],
-    ranks: int,
-    values: Mapping[str, torch.Tensor],
-    *,
-    shared: Collection[str] = (),
-    groups: Sequence[Group] | None = None,
-) -> StageProgram:
+def gather_once(program: StageProgram, plan: Plan, sharded: ShardedParameters) -> StageProgram:
     """The program whose microbatches read "held" parameters, which its `prepare` graph makes of
-    "shards".
-
-    ranks: over which ZeRO shards. values: fake parameters as the graph reads them, by name. shared:
-    parameters that other stages hold too. groups: those of the first program, where parameters are
-    already stored. Without a backward, or without parameters that are sharded, it is unchanged.
-    """
-    names = [n for n in program.parameters if n in owned and owned[n].level == 3]
+    "shards". Without a backward, or without parameters that are sharded, it is unchanged."""
+    names, groups = sharded.groups_of(program, plan.bucket_bytes)
     if not names or not program.backward_outputs:
         return program
-    if groups is None:
-        groups = parameter_groups(program, names, shared, plan.bucket_bytes)
-    else:
-        groups = [g for g in groups if set(g) <= set(names)]
     forward = _Phase(program.forward, program.forward_inputs, names)
     (graph,) = program.backwards.values()
     backward = _Phase(graph, program.backward_inputs, names)
@@ -81,7 +63,7 @@ def gather_once(
     wanted = [(g, [n for n in g if n in read]) for g in groups if read & set(g)]
     wanted.sort(key=lambda pair: min(map(forward.uses.first, pair[1])))
     low = getattr(torch, plan.precision.compute) if plan.gathers_low else None
-    made = _Prepare(program.forward, owned, values, ranks)
+    made = _Prepare(program.forward, sharded)
     for group, members in wanted:
         casts = low is not None and all(p.casts(n, low) for p in phases for n in members)
         made.gather(group, members, low if casts else None)
@@ -108,14 +90,9 @@ class _Prepare:
     """Builds the graph that runs once a step. whole: parameter → its fake value there. sent: those
     that are returned while their all-gather is in flight."""
 
-    def __init__(
-        self,
-        module: fx.GraphModule,
-        owned: Mapping[str, Owned],
-        values: Mapping[str, torch.Tensor],
-        ranks: int,
-    ) -> None:
-        self.module, self.owned, self.values, self.ranks = module, owned, values, ranks
+    def __init__(self, module: fx.GraphModule, sharded: ShardedParameters) -> None:
+        self.module = module
+        self.owned, self.values, self.ranks = sharded.owned, sharded.values, sharded.ranks
         self.graph = fx.Graph()
         self.flats: list[fx.Node] = []
         self.made: dict[str, fx.Node] = {}

@@ -22,7 +22,7 @@ Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel, V
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -34,9 +34,9 @@ from graphaccel.ir.program import Owned, StageProgram, Value
 from graphaccel.ir.values import returned
 from graphaccel.passes.parameter_groups import (
     Group,
+    ShardedParameters,
     Uses,
     casts_to,
-    parameter_groups,
     placeholders_of,
     whole_of,
 )
@@ -47,30 +47,16 @@ c10d = torch.ops._c10d_functional
 
 
 def gather_parameters(
-    program: StageProgram,
-    plan: Plan,
-    owned: Mapping[str, Owned],
-    ranks: int,
-    values: Mapping[str, torch.Tensor],
-    *,
-    shared: Collection[str] = (),
-    groups: Sequence[Group] | None = None,
-    last: bool = True,
+    program: StageProgram, plan: Plan, sharded: ShardedParameters, *, last: bool = True
 ) -> StageProgram:
     """The program that reads flat shards ("shards") instead of the parameters that are sharded.
 
-    ranks: over which ZeRO shards. values: fake parameters as the graph reads them, by name. shared:
-    parameters that other stages hold too. groups: those of the first program, where parameters are
-    already stored. last: whether this is the last stage.
+    last: whether this is the last stage.
     """
-    names = [n for n in program.parameters if n in owned and owned[n].level == 3]
+    names, groups = sharded.groups_of(program, plan.bucket_bytes)
     if not names:
         return program
-    if groups is None:
-        groups = parameter_groups(program, names, shared, plan.bucket_bytes)
-    else:
-        groups = [g for g in groups if set(g) <= set(names)]
-    shards = {g: _Shards(g, owned, values, ranks) for g in groups}
+    shards = {g: _Shards(g, sharded.owned, sharded.values, sharded.ranks) for g in groups}
     low = getattr(torch, plan.precision.compute) if plan.gathers_low else None
     forward = _Gathering(program.forward, program.forward_inputs, shards, low, keeps_final=last)
     inputs = forward.rewrite()

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from graphaccel.capture.blocks import block_of
-from graphaccel.ir.program import StageProgram, Value
+from graphaccel.ir.program import Owned, StageProgram, Value
 
 aten = torch.ops.aten
 Group: TypeAlias = tuple[str, ...]
@@ -45,6 +45,32 @@ def parameter_groups(
         if name not in nodes:
             made["alone", name].append(name)
     return [tuple(group) for group in made.values()]
+
+
+@dataclass(frozen=True)
+class ShardedParameters:
+    """The parameters of all programs and how ZeRO shards them.
+
+    owned: by name, those that ZeRO shards anything of. ranks: over which it shards. values: fake
+    parameters as the graph reads them, by name. shared: parameters that several stages hold.
+    groups: those of the first program, where parameters are already stored.
+    """
+
+    owned: Mapping[str, Owned]
+    ranks: int
+    values: Mapping[str, torch.Tensor]
+    shared: Collection[str] = ()
+    groups: Sequence[Group] | None = None
+
+    def groups_of(self, program: StageProgram, size: int) -> tuple[list[str], list[Group]]:
+        """The parameters of a program that are sharded between uses (ZeRO 3), and their groups of
+        at most `size` bytes outside blocks."""
+        names = [n for n in program.parameters if n in self.owned and self.owned[n].level == 3]
+        if not names:
+            return [], []
+        if self.groups is None:
+            return names, parameter_groups(program, names, self.shared, size)
+        return names, [group for group in self.groups if set(group) <= set(names)]
 
 
 @dataclass

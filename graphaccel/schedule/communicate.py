@@ -14,12 +14,13 @@ after ``with_communication(table, {(0, 1)}, {(1, 0)})``::
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import TypeAlias
 
 from graphaccel.schedule.table import Action, Direction, Schedule, stage_ranks
 
 Edge: TypeAlias = tuple[int, int]  # (source stage, destination stage)
+Message: TypeAlias = tuple[Edge, int]  # (edge, microbatch)
 Channel: TypeAlias = tuple[int, int, str]  # (source rank, destination rank, direction)
 
 
@@ -55,19 +56,7 @@ def with_communication(
                 outgoing[direction, source].append(destination)
                 incoming[direction, destination].append(source)
 
-    sends: dict[Channel, list[tuple[Edge, int]]] = defaultdict(list)
-    for rank, actions in enumerate(table):
-        for action in actions:
-            for peer in outgoing.get((action.kind, action.stage), ()):
-                channel = (rank, ranks[peer], action.kind)
-                sends[channel].append(((action.stage, peer), action.microbatch))
-    position = {
-        (channel, message): index
-        for channel, messages in sends.items()
-        for index, message in enumerate(messages)
-    }
-
-    received: dict[Channel, int] = defaultdict(int)  # of each channel, how many are in
+    receives = _Receives(_sends(table, ranks, outgoing))
     lists: list[tuple[Action, ...]] = []
     for rank, actions in enumerate(table):
         result: list[Action] = []
@@ -77,21 +66,51 @@ def with_communication(
                 continue
             direction = _direction(action)
             for peer in incoming[direction, action.stage]:
-                channel = (ranks[peer], rank, direction)
-                message = ((peer, action.stage), action.microbatch)
-                if (channel, message) not in position:
-                    raise ValueError(f"{action} needs stage {peer}, which never computes it")
-                last = position[channel, message]
-                for (source, destination), microbatch in sends[channel][
-                    received[channel] : last + 1
-                ]:
-                    result.append(Action("receive", destination, microbatch, source, direction))
-                received[channel] = max(received[channel], last + 1)
+                result += receives.before(action, peer, (ranks[peer], rank, direction))
             result.append(action)
             for peer in outgoing[direction, action.stage]:
                 result.append(Action("send", action.stage, action.microbatch, peer, direction))
         lists.append((*result, *_reductions(actions)))
     return tuple(lists)
+
+
+def _sends(
+    table: Schedule, ranks: Mapping[int, int], outgoing: Mapping[tuple[str, int], list[int]]
+) -> dict[Channel, list[Message]]:
+    """The messages of each channel, in the order in which they are sent."""
+    sends: dict[Channel, list[Message]] = defaultdict(list)
+    for rank, actions in enumerate(table):
+        for action in actions:
+            for peer in outgoing.get((action.kind, action.stage), ()):
+                channel = (rank, ranks[peer], action.kind)
+                sends[channel].append(((action.stage, peer), action.microbatch))
+    return sends
+
+
+class _Receives:
+    """Receives the messages of each channel in the order in which they are sent."""
+
+    def __init__(self, sends: Mapping[Channel, list[Message]]) -> None:
+        self._sends = sends
+        self._position = {
+            (channel, message): index
+            for channel, messages in sends.items()
+            for index, message in enumerate(messages)
+        }
+        self._received: dict[Channel, int] = defaultdict(int)  # messages received so far
+
+    def before(self, action: Action, peer: int, channel: Channel) -> list[Action]:
+        """The receives before an action that reads a message of stage `peer`: that message, and
+        those that the channel sends before it."""
+        message = ((peer, action.stage), action.microbatch)
+        if (channel, message) not in self._position:
+            raise ValueError(f"{action} needs stage {peer}, which never computes it")
+        first, end = self._received[channel], self._position[channel, message] + 1
+        self._received[channel] = max(first, end)
+        return [
+            Action("receive", destination, microbatch, source, _direction(action))
+            for (source, destination), microbatch in self._sends[channel][first:end]
+        ]
 
 
 def check_edges(

@@ -8,6 +8,7 @@ import torch
 
 from graphaccel.ir.program import Owned, Sharded, StageProgram
 from graphaccel.passes.gather_once import gather_once
+from graphaccel.passes.parameter_groups import ShardedParameters
 from graphaccel.planner.plan.plan import Plan
 from tests.graph.passes.support import LINEAR, held_by_linear, program_of, text_of
 from tests.support.lockstep import run_ranks
@@ -45,7 +46,7 @@ def applied(level: int = 3) -> StageProgram:
     (w, _) = program.forward.graph.find_nodes(op="placeholder")
     owned = {"w": Owned(level, Sharded("data", 0))}
     plan = Plan(2, data=2, zero=level, batch=10)
-    return gather_once(program, plan, owned, 2, {"w": w.meta["val"]})
+    return gather_once(program, plan, ShardedParameters(owned, 2, {"w": w.meta["val"]}))
 
 
 def test_text() -> None:

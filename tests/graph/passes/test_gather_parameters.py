@@ -8,6 +8,7 @@ import torch
 
 from graphaccel.ir.program import Owned, Sharded, StageProgram
 from graphaccel.passes.gather_parameters import gather_parameters
+from graphaccel.passes.parameter_groups import ShardedParameters
 from graphaccel.planner.plan.plan import Plan
 from tests.graph.passes.support import LINEAR, held_by_linear, program_of, text_of
 from tests.support.lockstep import run_ranks
@@ -40,7 +41,7 @@ def applied(level: int = 3) -> StageProgram:
     (w, _) = program.forward.graph.find_nodes(op="placeholder")
     owned = {"w": Owned(level, Sharded("data", 0))}
     plan = Plan(2, data=2, zero=level, batch=10)
-    return gather_parameters(program, plan, owned, 2, {"w": w.meta["val"]})
+    return gather_parameters(program, plan, ShardedParameters(owned, 2, {"w": w.meta["val"]}))
 
 
 def test_text() -> None:
