@@ -21,6 +21,7 @@ from graphaccel.arguments import (
     check_arguments,
     check_can_run,
     check_job,
+    check_nonfinite,
     check_of,
     check_settings,
     check_whole,
@@ -68,6 +69,7 @@ class Settings(PinArguments, total=False):
     clip_norm: float | None
     batch_dims: BatchDims
     check: str
+    on_nonfinite: str
     timeout: float
 
 
@@ -92,6 +94,7 @@ def optimize(
     clip_norm: float | None = None,
     batch_dims: BatchDims = None,
     check: str = "first-step",
+    on_nonfinite: str = "ignore",
     timeout: float = 600.0,
     **pins: Unpack[PinArguments],
 ) -> Any:
@@ -123,6 +126,9 @@ def optimize(
     check: "first-step" (default): before anything is changed, loss and gradients of the captured
       graph are compared with plain autograd of the model on a few rows of the first batch; a
       difference raises an error. "off": no comparison.
+    on_nonfinite: what happens in a step whose loss is NaN or infinite, on all ranks alike. "ignore"
+      (default): nothing. "skip": it hands out no gradients, so that the optimizer updates nothing.
+      "error": the model call raises NonFiniteLoss (GA416).
     timeout: seconds after which a rank that does not answer counts as lost.
     pins: decisions to fix instead of planning them: data, pipeline, microbatches, recompute, ...
       (docs/pins.md). Options of `graphaccel run` take precedence over them.
@@ -131,6 +137,7 @@ def optimize(
     """
     decided = with_command_line(pins)
     check = check_of(check)
+    check_nonfinite(on_nonfinite)
     if plan is None:
         decided = with_checkpointing(model, decided)
     check_arguments(model, optimizer, decided, loss_fn, clip_norm)
@@ -153,7 +160,9 @@ def optimize(
     if isinstance(plan, (str, Path)):
         compiler.path = str(plan)
     initial = initial_values(model, init_fn)
-    handle = Handle(model, optimizer, compiler, count, device, timeout, initial, clip_norm, check)
+    handle = Handle(
+        model, optimizer, compiler, count, device, timeout, initial, clip_norm, check, on_nonfinite
+    )
     with _moved(model, device):
         if example_batch is None:
             same_on_all_ranks(model, count, initial, device)

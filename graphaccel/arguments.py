@@ -25,6 +25,7 @@ from graphaccel.planner.plan.base_plan import PRECISIONS
 from graphaccel.planner.plan.pins import NAMES
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.search.validate_plan import check_given, misread
+from graphaccel.runtime.loss_guard import ON_NONFINITE
 from graphaccel.runtime.module import original_class
 
 _HOOKS = {
@@ -53,6 +54,13 @@ def check_of(given: str) -> str:
     if check not in CHECKS:
         raise BadPin(pin="check", value=check, reason="there is no such check", allowed=CHECKS)
     return check
+
+
+def check_nonfinite(given: Any) -> None:
+    """Raises BadPin (GA202) for a policy that does not exist."""
+    if given not in ON_NONFINITE:
+        reason = "there is no such policy"
+        raise BadPin(pin="on_nonfinite", value=given, reason=reason, allowed=ON_NONFINITE)
 
 
 def with_command_line(pins: Mapping[str, Any]) -> dict[str, Any]:

@@ -43,6 +43,7 @@ from graphaccel.runtime.execution.parts import in_order
 from graphaccel.runtime.execution.state import StepResult
 from graphaccel.runtime.inductor import StageCompiler, check_compiler
 from graphaccel.runtime.init_tape import Record
+from graphaccel.runtime.loss_guard import IGNORE, LossGuard
 from graphaccel.runtime.loss_scale import LossScale
 from graphaccel.runtime.mesh import build_mesh
 from graphaccel.runtime.module import HandOut, Kept, detach, original_class, own_forward
@@ -79,7 +80,9 @@ class Handle:
         initial: Record | None = None,
         clip_norm: float | None = None,
         check: str = FIRST_STEP,
+        on_nonfinite: str = IGNORE,
     ) -> None:
+        self._guard = LossGuard(on_nonfinite, dist.get_rank() if devices > 1 else 0)
         self._initial, self._clip_norm = initial, clip_norm
         self._gate = Gate(on=check == FIRST_STEP, ranks=devices)
         self._model, self._optimizer, self._compiler = model, optimizer, compiler
@@ -358,6 +361,7 @@ class Handle:
         reached = compiled.reached
         named = [(n, p) for n, p in self._model.named_parameters() if n in reached]
         if compiled.backward is not None:
+            self._guard.refuse_outside()
             tracked = frozenset(compiled.program.tangents)
             agree = partial(self._agreement.check, BACKWARD)
             outputs = self._session.call(compiled, leaves, tracked, named, agree)
@@ -367,7 +371,9 @@ class Handle:
         self._gate.spoilt(result.overflow)
         self._gate.check(lambda: self._given(result), self._session.mesh)
         drop_left(self._model, variant.left)
-        marks = self._optimizing is not None  # our own optimizer step can skip an update
+        result, skipped = self._guard.checked(result)
+        # our own optimizer step can skip an update
+        marks = self._optimizing is not None and not skipped
         names, parameters = [n for n, _ in named], [p for _, p in named]
         loss = HandOut.apply(result, marks, self._away(), tuple(names), *parameters)
         return compiled.rebuild(loss, result.outputs)

@@ -54,7 +54,7 @@ from graphaccel.errors.plan import (
     TooManyStages,
     Unsupported,
 )
-from graphaccel.errors.running import DeviceOutOfMemory, RankLost
+from graphaccel.errors.running import DeviceOutOfMemory, NonFiniteLoss, RankLost
 from graphaccel.errors.script import (
     BatchChanged,
     BatchesDiffer,
@@ -112,6 +112,7 @@ __all__ = [
     "MissingRule",
     "NeedsLauncher",
     "NoLoss",
+    "NonFiniteLoss",
     "NotAlone",
     "NotElementwise",
     "OrtFailed",

@@ -37,6 +37,25 @@ class RankLost(GraphAccelError):
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
+class NonFiniteLoss(GraphAccelError):
+    """A loss that is NaN or infinite, with on_nonfinite="error". step: from 1; loss: in words."""
+
+    code = "GA416"
+    step: int
+    loss: str
+
+    def message(self) -> Message:
+        return Message(
+            f"the loss of training step {self.step} is {self.loss}",
+            why="an update by its gradients would make weights NaN; nothing was updated",
+            help=(
+                "go on without such steps:  "
+                "graphaccel.optimize(model, optimizer, on_nonfinite='skip')",
+            ),
+        )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
 class DeviceOutOfMemory(GraphAccelError):
     """A device ran out of memory. predicted, actual: bytes per category; owner: of the largest."""
 

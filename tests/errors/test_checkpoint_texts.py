@@ -1,4 +1,4 @@
-"""The full text of every error about checkpoints."""
+"""The full text of every error about a run's whole life: checkpoints, losses that are not finite."""
 
 from __future__ import annotations
 
@@ -66,6 +66,14 @@ error[GA415]: `model.pt` holds more than weights: it names `posix.system`
   why:  a pickle runs what it names when it is read, so only tensors and plain values are read; nothing was run
   help: if you trust its source, write the weights alone:  torch.save(torch.load('model.pt', weights_only=False).state_dict(), 'weights.pt')
   explain: graphaccel explain GA415""",
+    ),
+    (
+        errors.NonFiniteLoss(step=12, loss="nan"),
+        """\
+error[GA416]: the loss of training step 12 is nan
+  why:  an update by its gradients would make weights NaN; nothing was updated
+  help: go on without such steps:  graphaccel.optimize(model, optimizer, on_nonfinite='skip')
+  explain: graphaccel explain GA416""",
     ),
 ]
 

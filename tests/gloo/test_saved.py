@@ -133,6 +133,12 @@ def _refusals(kind: str, folder: str) -> dict[str, str]:
         torch.save(state, f"{folder}/model.pt")
         safetensors.torch.save_file(state, f"{folder}/model.safetensors")
         model.save_pretrained(f"{folder}/hf", state_dict=state)
+    graphaccel.export(f"{folder}/exported", model, max_shard_bytes=8000)
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    graphaccel.load(f"{folder}/exported", model)
+    again = graphaccel.full_state_dict(model)
+    assert all(torch.equal(again[name], value) for name, value in state.items())
     return said
 
 
@@ -145,6 +151,8 @@ def test_parts_are_refused_and_the_lines_to_type_work(
     assert not list(tmp_path.glob("**/*-[01].*"))
     expected = _trained(_gpt2(), devices=1).state_dict()
     read = GPT2LMHeadModel.from_pretrained(tmp_path / "hf").state_dict()
+    exported = GPT2LMHeadModel.from_pretrained(tmp_path / "exported").state_dict()
+    assert all(torch.equal(exported[name], value) for name, value in read.items())
     for state in (
         torch.load(tmp_path / "model.pt"),
         safetensors.torch.load_file(tmp_path / "model.safetensors"),

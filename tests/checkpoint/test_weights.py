@@ -1,0 +1,110 @@
+"""Weights of others, and exported ones: state dicts, safetensors, Hugging Face folders."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
+
+import graphaccel
+from graphaccel import errors
+from tests.checkpoint.test_save_load import build
+
+
+def gpt2(seed: int = 0) -> GPT2LMHeadModel:
+    """A tied GPT-2 of one layer."""
+    torch.manual_seed(seed)
+    return GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=50, n_positions=8))
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return set(one) == set(other) and all(torch.equal(one[k], other[k]) for k in one)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder with several files and an index."""
+    path = tmp_path_factory.mktemp("hugging")
+    gpt2(1).save_pretrained(path, max_shard_size="6KB")
+    assert len(list(path.glob("*.safetensors"))) > 1
+    return path
+
+
+@pytest.mark.parametrize("name", ["weights.pt", "weights.safetensors"])
+def test_a_file(tmp_path: Path, name: str) -> None:
+    model, other = build(0)[0], build(1)[0]
+    path = tmp_path / name
+    write = torch.save if name.endswith(".pt") else safetensors.torch.save_file
+    write(model.state_dict(), path)
+    loaded = graphaccel.load(path, other)
+    assert (loaded.step, loaded.folder) == (0, path)
+    assert same(model.state_dict(), other.state_dict())
+    with pytest.raises(errors.CheckpointDamaged, match="there is no such file"):
+        graphaccel.load(tmp_path / f"no-{name}", other)
+
+
+def test_a_folder_of_several_files(folder: Path, tmp_path: Path) -> None:
+    model = gpt2(2)
+    graphaccel.load(folder, model)
+    assert same(model.state_dict(), gpt2(1).state_dict())
+    torch.manual_seed(4)
+    body = GPT2Model(model.config)
+    model.lm_head.weight = nn.Parameter(torch.zeros(50, 16))
+    graphaccel.export(tmp_path / "untied", model)
+    with pytest.raises(errors.CheckpointDiffers) as raised:  # the head is in the file only
+        graphaccel.load(tmp_path / "untied", body)
+    assert raised.value.unexpected == ("lm_head.weight float32[50, 16]",)
+    graphaccel.load(folder, body)  # tied: the names differ by the prefix of the body
+    assert same(body.state_dict(), gpt2(1).transformer.state_dict())
+
+
+@pytest.mark.parametrize("shard", [5 * 2**30, 6000])
+def test_an_export_is_read_by_from_pretrained(tmp_path: Path, shard: int) -> None:
+    model = gpt2(3)
+    graphaccel.export(tmp_path, model, max_shard_bytes=6000 + shard % 7)
+    graphaccel.export(tmp_path, model, max_shard_bytes=shard)  # over the other one
+    assert (tmp_path / "model.safetensors").exists() == (shard > 6000)
+    read = GPT2LMHeadModel.from_pretrained(tmp_path)
+    ids = torch.arange(8)[None]
+    assert torch.equal(read.eval()(ids).logits, model.eval()(ids).logits)
+
+
+def test_a_file_that_is_missing_or_cut_off(folder: Path, tmp_path: Path) -> None:
+    for damage in ("missing", "cut off"):
+        copy = Path(shutil.copytree(folder, tmp_path / damage))
+        file = sorted(copy.glob("*.safetensors"))[1]
+        content = file.read_bytes()
+        file.unlink()
+        if damage == "cut off":
+            file.write_bytes(content[:-10])
+        model = gpt2(5)
+        with pytest.raises(errors.CheckpointDamaged):
+            graphaccel.load(copy, model)
+        assert same(model.state_dict(), gpt2(5).state_dict())
+
+
+def test_every_mutation_of_an_index_is_refused_or_loads_the_same(
+    folder: Path, tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    index = copy / "model.safetensors.index.json"
+    whole, refused = index.read_text(), 0
+    names = list(json.loads(whole)["weight_map"].values())
+    model = gpt2(6)
+    for seed in range(100):
+        draw = random.Random(seed)
+        at, new = draw.randrange(len(whole)), draw.choice(["", "null", "[", "../x", "3", names[0]])
+        index.write_text(whole[:at] + new + whole[at + draw.randrange(60) :])
+        try:
+            graphaccel.load(copy, model)
+            assert same(model.state_dict(), gpt2(1).state_dict())
+        except (errors.CheckpointDamaged, errors.CheckpointDiffers):
+            refused += 1
+    assert refused > 60
