@@ -19,6 +19,7 @@ from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.compat.torch import pytree
 from graphaccel.compiler.capture_context import without_autocast
 from graphaccel.compiler.compiler import Compiler, forward_schedule, schedule_of
+from graphaccel.compiler.registered import Registered
 from graphaccel.compiler.variants import Variant, Variants, check_autocast
 from graphaccel.errors import BatchChanged, CaptureDiffers, GraphMisuse
 from graphaccel.ir.program import StepProgram
@@ -91,6 +92,7 @@ class Handle:
         self._inner = tuple(model.named_modules())
         self._dtypes: dict[str, torch.dtype] = {}
         self._session: Session | None = None
+        self._registered: Registered | None = None
         self._step: StepGraph | None = None
         self._steps = Variants()
         self._optimizing: OptimizerStep | None = None
@@ -252,6 +254,7 @@ class Handle:
         if self._optimizing is not None:
             self._optimizing.start()
         self._session, self._step, self.plan, self.program = session, step, chosen, program
+        self._registered = Registered.of(self._model)
         compiled = self._compiled(step, program, chosen.microbatches, chosen)
         variant = self._add(("train", batch.signature()), batch, step, compiled, example=example)
         if expected is not None:
@@ -320,7 +323,8 @@ class Handle:
         check_autocast(self._precision(), self._device.type)
         if training:
             check_hooks(self._inner)
-            self._refuse_changes()
+            if self._registered is not None:
+                self._registered.check(self._model)
         batch = flatten_call(args, kwargs)
         with without_autocast():
             return self._train(batch) if training else self._evaluate(batch)
@@ -369,7 +373,7 @@ class Handle:
             return compiled.rebuild(None, outputs)
         result = self._session.step(compiled, leaves)
         self._gate.spoilt(result.overflow)
-        self._gate.check(lambda: self._given(result), self._session.mesh)
+        self._gate.check(lambda: self._given(result, compiled.program), self._session.mesh)
         drop_left(self._model, variant.left)
         result, skipped = self._guard.checked(result)
         # our own optimizer step can skip an update
@@ -378,12 +382,11 @@ class Handle:
         loss = HandOut.apply(result, marks, self._away(), tuple(names), *parameters)
         return compiled.rebuild(loss, result.outputs)
 
-    def _given(self, result: StepResult) -> Given:
-        """The results of a step on this rank."""
+    def _given(self, result: StepResult, program: StepProgram) -> Given:
+        """The results of a step of this program on this rank."""
         assert self._session is not None
-        assert self.program is not None
         buffers = dict((*self._model.named_parameters(), *self._model.named_buffers()))
-        values = (v for p in self.program.stages for v in p.forward_outputs if v.kind == "buffer")
+        values = (v for p in program.stages for v in p.forward_outputs if v.kind == "buffer")
         written = {v.name for v in values if v.name in buffers and self._session.holds(v.name)}
         held = {n: buffers[n].detach() for n in written}
         return Given(
@@ -396,7 +399,8 @@ class Handle:
 
         def seen(result: StepResult) -> Mapping[str, Part] | None:
             overflowed = result.overflow is not None and bool(result.overflow)
-            return None if overflowed else parts_of(self._given(result))
+            given = None if overflowed else self._given(result, variant.compiled.program)
+            return None if given is None else parts_of(given)
 
         leaves = variant.leaves(self._session, batch.leaves)
         return run_trial(self._session, variant.compiled, leaves, seen, constant=constant)
@@ -467,20 +471,6 @@ class Handle:
         guards = self._compiler.captures.guards(step, batch)
         left = self._compiler.captures.left(step)
         return self._steps.add(key, Variant(compiled, guards, left), example=example)
-
-    def _refuse_changes(self) -> None:
-        """Raise if a fact that the capture relied on changed: the step would be silently wrong."""
-        if self._step is None:
-            return
-        for name, parameter in self._model.named_parameters():
-            if parameter.requires_grad and name not in self._step.trainable:
-                raise GraphMisuse(
-                    what=f"parameter `{name}` was frozen when the step was captured, and is not "
-                    "any more",
-                    help_line="have it captured as trainable, and freeze it after that:  "
-                    "graphaccel.optimize(model, optimizer, example_batch=batch); "
-                    "parameter.requires_grad_(False)",
-                )
 
     def _refuse_other(self, batch: Batch) -> None:
         """Raise for a batch with other inputs or dtypes; one of other sizes is captured anew."""

@@ -138,7 +138,7 @@ class Expected:
             parts = [one[name] for one in everyone if name in one]
             if name not in self.values or not parts:
                 wrong.append(
-                    f"{name}: {'no rank' if name in self.values else 'one device'} has one"
+                    f"{name}: {'no rank has one' if name in self.values else 'one device has none'}"
                 )
                 continue
             least = floor if name.startswith("gradient") else 0.0

@@ -110,6 +110,9 @@ def presented(local: torch.Tensor, layout: Layout, meshes: Mapping[int, DeviceMe
 
 
 def _dtensor(local: torch.Tensor, layout: Layout, meshes: DeviceMesh) -> DTensor:
+    if not layout.shape:  # from_local takes no shape as none given, and reads that of the tensor
+        scalar = local if local.dim() == 0 else local.new_empty(())
+        return DTensor.from_local(scalar, meshes, placements(layout, meshes), run_check=False)
     return DTensor.from_local(
         layout.real(local) if local.dim() == len(layout.shape) else local,
         meshes,
