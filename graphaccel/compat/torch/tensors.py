@@ -41,3 +41,17 @@ def without_storage(
     return torch.Tensor._make_wrapper_subclass(
         cls, shape, strides, dtype=dtype, device=device, requires_grad=requires_grad
     )
+
+
+def set_hooks_again(tensor: torch.Tensor) -> None:
+    """Register a tensor's own hooks with autograd again: `torch.utils.swap_tensors` exchanges what
+    autograd knows of two tensors, but not the hooks that they list."""
+    if tensor._backward_hooks:
+        tensor._backward_hooks = tensor._backward_hooks
+    if tensor._post_accumulate_grad_hooks:
+        tensor._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks
+
+
+def data_of(tensor: torch.Tensor) -> torch.Tensor:
+    """`Tensor.data`, of a subclass that has a property of that name."""
+    return torch.Tensor.data.__get__(tensor)

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 
 from graphaccel.compat.torch import pytree
-from graphaccel.compat.torch.tensors import without_storage
+from graphaccel.compat.torch.tensors import data_of, without_storage
 from graphaccel.errors import ElsewhereNeeded, PartOfModel
 from graphaccel.errors.messages import line_of_script
 from graphaccel.runtime.parameters.norms import resolve
-from graphaccel.runtime.parameters.sharded import copied
+from graphaccel.runtime.parameters.sharded import check_same_kind, copied
 
 aten = torch.ops.aten
 
@@ -39,6 +39,16 @@ class RemoteTensor(torch.Tensor):
         made = without_storage(cls, like.shape, like.dtype, device or like.device)
         made.group = group
         return made
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        """As of any tensor. Setting it changes nothing here: its own rank does it. Raises
+        GraphMisuse (GA407) for another shape or dtype."""
+        return data_of(self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        check_same_kind(self, value)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """No inner tensors: none of it is in this rank's memory."""
@@ -73,8 +83,14 @@ def _computed(func: Any, args: tuple, kwargs: dict) -> Any:
     name = func.__name__.split(".")[0]
     leaves = pytree.tree_leaves((args, kwargs))
     remote = next(leaf for leaf in leaves if isinstance(leaf, RemoteTensor))
-    if func is aten.stack.default and all(t.dim() == 0 for t in args[0]):
-        return _stack(args[0], remote)
+    if func in (aten.stack.default, aten.cat.default):
+        scalars = all(t.dim() == 0 for t in args[0])
+        elsewhere = all(isinstance(t, RemoteTensor) for t in args[0])
+        # Of two ranks the other one has them all, and stacks them without this one.
+        if scalars and not (elsewhere and dist.get_world_size(remote.group) == 2):
+            return _stack(args[0], remote)
+        if not elsewhere:
+            raise _needed(func)  # no rank has all of the values
     if "_foreach_" in name or "_fused_" in name:
         return _on_local(func, args, kwargs, remote)
     if func in (aten.detach.default, aten.alias.default):

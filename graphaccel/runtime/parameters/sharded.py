@@ -30,9 +30,9 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor
 
 from graphaccel.compat.torch import pytree
+from graphaccel.compat.torch.tensors import data_of, without_storage
 from graphaccel.compat.torch.tensors import no_torch_function as _no_torch_function
-from graphaccel.compat.torch.tensors import without_storage
-from graphaccel.errors import PartOfModel
+from graphaccel.errors import GraphMisuse, PartOfModel
 from graphaccel.runtime.parameters.layout import Layout
 from graphaccel.runtime.parameters.norms import PendingNorm, resolve
 
@@ -58,6 +58,18 @@ _EACH = frozenset(
 _SCALE = "_amp_foreach_non_finite_check_and_unscale_"
 
 
+def check_same_kind(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Raises GraphMisuse (GA407) if a tensor of which this rank holds a part or nothing would
+    become one of another shape or dtype."""
+    if (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
+        raise GraphMisuse(
+            what=f"`.data` of a parameter of shape {list(tensor.shape)} in {tensor.dtype} was set "
+            f"to a tensor of shape {list(value.shape)} in {value.dtype}, and this rank held only a "
+            "part of it or none",
+            help_line="copy values into it:  model.load_state_dict(state)",
+        )
+
+
 class ShardTensor(torch.Tensor):
     """A tensor of full shape of which `local` is this rank's shard under `sharding`."""
 
@@ -72,6 +84,18 @@ class ShardTensor(torch.Tensor):
         made = without_storage(cls, layout.shape, local.dtype, local.device)
         made.local, made.sharding = local, layout
         return made
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        """As of any tensor. Setting it to a tensor of full shape copies this rank's part of the
+        values; raises GraphMisuse (GA407) for another shape or dtype."""
+        return data_of(self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        check_same_kind(self, value)
+        with torch.no_grad():
+            self.copy_(value)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """The local shard is the inner tensor."""
