@@ -46,7 +46,7 @@ def gathered(session: Session, model: nn.Module, pair: Pair | None) -> Pair | st
     own = dict(_tensors(model))
     full: dict[str, Tensor] = {}
     for name in said[0]:
-        whole = full_state(session, model, {name: own[name].detach()})[name]
+        whole = full_state(session, {name: own[name].detach()})[name]
         if pair is not None:
             full[name] = whole.to(session.mesh.device)
     if pair is None:
