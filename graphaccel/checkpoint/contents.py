@@ -31,13 +31,15 @@ class Contents:
     """What one checkpoint holds, by the names it is saved under.
 
     models: the model, and further ones (averages of it). optimizers: of the model's parameters.
-    objects: with `state_dict` and `load_state_dict`. values: anything else.
+    objects: with `state_dict` and `load_state_dict`. values: anything else. with_weights: whether
+    the tensors of the models are in it.
     """
 
     models: Mapping[str, nn.Module]
     optimizers: Mapping[str, Optimizer]
     objects: Mapping[str, Any]
     values: Mapping[str, Any]
+    with_weights: bool = True
 
     @property
     def session(self) -> Session | None:
@@ -48,7 +50,7 @@ class Contents:
         """Parameters and persistent buffers of all models: the tensors themselves, so that a write
         into one shows in its version."""
         found: dict[str, Tensor] = {}
-        for name, model in self.models.items():
+        for name, model in self.models.items() if self.with_weights else ():
             own = dict(model.named_parameters(remove_duplicate=False))
             own |= dict(model.named_buffers(remove_duplicate=False))
             for key, value in plain_state(model).items():

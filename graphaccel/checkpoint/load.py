@@ -54,6 +54,8 @@ def load(
     folder: str | Path | None,
     model: nn.Module,
     optimizer: Optimizer | None = None,
+    *,
+    weights: bool = True,
     **more: Any,
 ) -> Loaded:
     """Continue from the newest complete checkpoint in `folder`, if there is one.
@@ -66,6 +68,7 @@ def load(
       or weights alone: a file of `torch.save(state_dict)` or safetensors, or a Hugging Face folder.
       None: the one given by `graphaccel run --checkpoint`.
     optimizer: None loads the weights alone, to evaluate a model.
+    weights: as for `save`.
     more: models, optimizers and objects that were given to `save` under the same names.
 
     Returns the step to continue from, and the plain values that were saved. Only tensors and plain
@@ -78,7 +81,7 @@ def load(
     path = folder_of(folder)
     if os.environ.get("GRAPHACCEL_PLAN_ONLY") == "1":  # nothing will be trained
         return Loaded()
-    contents = contents_of(model, optimizer, more)
+    contents = contents_of(model, optimizer, more, weights)
     handle = getattr(model, "graphaccel", None)
     if handle is not None:
         handle.agree(LOAD)

@@ -55,6 +55,7 @@ def save(
     every: int | None = None,
     keep: int | None = None,
     asynchronous: bool = False,
+    weights: bool = True,
     **more: Any,
 ) -> Saved | None:
     """Save a checkpoint of the run in a folder of its own inside `folder`.
@@ -72,6 +73,8 @@ def save(
     keep: remove all but the newest `keep` complete checkpoints. Default: keep all.
     asynchronous: return when everything is copied to host memory, and write in the background. One
       save at a time: the next one waits for it, and raises its error.
+    weights: False leaves out the tensors of the models, which then are in a file of their own;
+      `load` is called with it too.
     more: by name, e.g. scheduler=scheduler, data=loader, ema=averaged, epoch=3: further models and
       optimizers, objects with `state_dict` and `load_state_dict`, and plain values (numbers, texts,
       tensors, lists and dicts of them).
@@ -89,7 +92,7 @@ def save(
         stops = saver.stop.on_any(saver.together, step)
         if not stops and step % every:
             return None
-    contents = contents_of(model, optimizer, more)
+    contents = contents_of(model, optimizer, more, weights)
     handle = getattr(model, "graphaccel", None)
     if handle is not None:
         handle.agree(SAVE)
@@ -124,7 +127,9 @@ def folder_of(folder: str | Path | None) -> Path:
     return Path(given)
 
 
-def contents_of(model: nn.Module, optimizer: Optimizer | None, more: Mapping[str, Any]) -> Contents:
+def contents_of(
+    model: nn.Module, optimizer: Optimizer | None, more: Mapping[str, Any], weights: bool = True
+) -> Contents:
     """What is saved or loaded, sorted by how. Raises GraphMisuse (GA407)."""
     if not isinstance(model, nn.Module):
         raise GraphMisuse(what=f"the model is a torch.nn.Module, not {type(model).__name__}")
@@ -145,7 +150,7 @@ def contents_of(model: nn.Module, optimizer: Optimizer | None, more: Mapping[str
             help_line="graphaccel.optimize(model, optimizer, example_batch=batch)",
         )
     own = {} if optimizer is None else {"optimizer": optimizer}
-    return Contents({"model": model, **models}, own | optimizers, objects, values)
+    return Contents({"model": model, **models}, own | optimizers, objects, values, weights)
 
 
 def _check(step: int, keep: int | None, every: int | None) -> None:

@@ -22,10 +22,11 @@ import torch
 from accelerate.state import PartialState
 from torch import nn
 
-from graphaccel.api import full_state_dict, optimize, start_ranks
+from graphaccel.api import full_state_dict, optimize
+from graphaccel.checkpoint.load import load
+from graphaccel.checkpoint.save import save
 from graphaccel.errors import GraphMisuse
-from graphaccel.integrations.one_process import as_one_process
-from graphaccel.integrations.optimizer_state import load_optimizer, save_optimizer
+from graphaccel.integrations.one_process import start
 
 _REPLACED = {  # argument of Accelerator → what to write instead
     "deepspeed_plugin": 'optimize={"zero": 3}',
@@ -52,14 +53,10 @@ class Accelerator(accelerate.Accelerator):
     def __init__(
         self, *args: Any, optimize: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        self._settings = _pins_of(kwargs, optimize or {})
-        cluster = self._settings.get("cluster")
-        self._settings["devices"], device = start_ranks(
-            self._settings.get("devices"), cluster=cluster
+        self._settings, state = start(_pins_of(kwargs, optimize or {}))
+        super().__init__(
+            *args, **{**kwargs, "mixed_precision": "no", "cpu": state.device.type == "cpu"}
         )
-        as_one_process(device)
-        super().__init__(*args, **{**kwargs, "mixed_precision": "no", "cpu": device.type == "cpu"})
-        self._unread: Path | None = None
 
     def prepare(self, *objects: Any, **kwargs: Any) -> Any:
         """As `accelerate.Accelerator.prepare`. A model is optimized with its optimizer."""
@@ -72,15 +69,6 @@ class Accelerator(accelerate.Accelerator):
             model._is_accelerate_prepared = True  # neither wrapped nor cast
             optimize(model, own[0], **self._settings)
         return super().prepare(*objects, **kwargs)
-
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """As `accelerate.Accelerator.backward`. After `load_state`, the first call reads the
-        optimizer state: only now is there a plan that says where it belongs."""
-        if self._unread is not None:
-            folder, self._unread = self._unread, None
-            for number, (model, optimizer) in enumerate(self._pairs()):
-                load_optimizer(model, optimizer, _folder(folder, number))
-        super().backward(loss, **kwargs)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """All weights of the model, on the CPU; tied weights share memory. Called by every rank."""
@@ -95,7 +83,8 @@ class Accelerator(accelerate.Accelerator):
         with self._without_optimizers():
             folder = super().save_state(output_dir, *args, **kwargs)
         for number, (model, optimizer) in enumerate(self._pairs()):
-            save_optimizer(model, optimizer, _folder(Path(folder), number))
+            own = _folder(Path(folder), number)
+            save(own, model, optimizer, step=self.step, weights=False)
         return folder
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
@@ -108,7 +97,8 @@ class Accelerator(accelerate.Accelerator):
                 super().load_state(str(folder), *args, **kwargs)
         finally:
             state.process_index = rank
-        self._unread = folder
+        for number, (model, optimizer) in enumerate(self._pairs()):
+            load(_folder(folder, number), model, optimizer, weights=False)
 
     def _newest(self) -> Path:
         """The newest checkpoint where Accelerate names them itself."""

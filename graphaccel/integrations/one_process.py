@@ -9,14 +9,32 @@ writes and prints.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
 
+from graphaccel.api import start_ranks
+from graphaccel.arguments import read_plan
+
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+def start(settings: Mapping[str, Any]) -> tuple[dict[str, Any], PartialState]:
+    """Make this process one of the ranks that `settings` ask for, the arguments of `optimize`.
+
+    Returns them with the number of devices, and Accelerate's state of a job with one process.
+    """
+    count, device = start_ranks(
+        settings.get("devices"),
+        read_plan(settings.get("plan"), {}),
+        settings.get("cluster"),
+        settings.get("timeout", 600.0),
+    )
+    return {**settings, "devices": count}, as_one_process(device)
 
 
 def as_one_process(device: torch.device) -> PartialState:

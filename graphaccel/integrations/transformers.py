@@ -10,20 +10,18 @@ launcher: all ranks read the same batches, and the plan splits them.
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 
-from graphaccel.api import full_state_dict, optimize, start_ranks
+from graphaccel.api import full_state_dict, optimize
+from graphaccel.checkpoint.load import load
+from graphaccel.checkpoint.save import save
 from graphaccel.errors import GraphMisuse
-from graphaccel.integrations.one_process import as_one_process
-from graphaccel.integrations.optimizer_state import load_optimizer, save_optimizer
+from graphaccel.integrations.one_process import start
 from graphaccel.integrations.training_arguments import pins_of
 
 _OVERRIDDEN = ("_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler", "_save_rng_state")
@@ -43,17 +41,15 @@ class PlannedSteps:
         self, *args: Any, optimize: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> None:
         _check_version()
-        self._settings, self._resumes = dict(optimize or {}), False
+        self._settings = dict(optimize or {})
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Start the ranks, and tell Accelerate that each of them is alone."""
-        self._settings = pins_of(self.args, self._settings)
-        devices, cluster = self._settings.get("devices"), self._settings.get("cluster")
-        self._settings["devices"], device = start_ranks(devices, cluster=cluster)
-        self.args.distributed_state = as_one_process(device)
+        self._settings, state = start(pins_of(self.args, self._settings))
+        self.args.distributed_state = state
         self.args._n_gpu = min(self.args.n_gpu, 1)
-        vars(self.args)["_setup_devices"] = device
+        vars(self.args)["_setup_devices"] = state.device
         super().create_accelerator_and_postprocess()
 
     def create_optimizer(self, *args: Any) -> torch.optim.Optimizer:
@@ -68,8 +64,7 @@ class PlannedSteps:
         optimizer = super().create_optimizer(*args)
         if not planned:
             self.model._is_accelerate_prepared = True  # neither wrapped nor cast
-            example = self._first_call() if self._resumes else None
-            optimize(self.model, optimizer, example_batch=example, **self._settings)
+            optimize(self.model, optimizer, **self._settings)
         return optimizer
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -79,25 +74,9 @@ class PlannedSteps:
         if self.args.push_to_hub and not _internal_call and self.args.should_save:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
-    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As `transformers.Trainer.train`. A run that resumes is planned for its first batch."""
-        self._resumes = bool(resume_from_checkpoint)
-        return super().train(resume_from_checkpoint, *args, **kwargs)
-
-    def _first_call(self) -> dict[str, Any]:
-        """The keyword arguments of the first call of the model. Random states stay as they are."""
-        with _random_states_kept():
-            batches = iter(self.get_train_dataloader())
-            (batch, *_), items = self.get_batch_samples(batches, 1, self.args.device)
-            call = _Call()
-            try:
-                self.compute_loss(call, self._prepare_inputs(batch), num_items_in_batch=items)
-            except _Called:
-                return call.inputs
-        raise AssertionError("compute_loss did not call the model")
-
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        save_optimizer(self.model, self.optimizer.optimizer, Path(output_dir) / _OPTIMIZER)
+        folder, step = Path(output_dir) / _OPTIMIZER, self.state.global_step
+        save(folder, self.model, self.optimizer.optimizer, step=step, weights=False)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
 
@@ -105,7 +84,7 @@ class PlannedSteps:
         if checkpoint is None or not (Path(checkpoint) / _OPTIMIZER).is_dir():
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        load_optimizer(self.model, self.optimizer.optimizer, Path(checkpoint) / _OPTIMIZER)
+        load(Path(checkpoint) / _OPTIMIZER, self.model, self.optimizer.optimizer, weights=False)
         state = torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True)
         self.lr_scheduler.load_state_dict(state)
 
@@ -129,30 +108,3 @@ def _check_version() -> None:
             what=f"transformers {transformers.__version__} has no Trainer.{missing[0]}",
             help_line="pip install 'transformers>=5.0'",
         )
-
-
-class _Called(Exception):
-    """The model was called."""
-
-
-class _Call(torch.nn.Module):
-    """Stands for the model in `compute_loss`, and keeps what it is called with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inputs: dict[str, Any] = {}
-
-    def forward(self, **inputs: Any) -> Any:
-        self.inputs = inputs
-        raise _Called
-
-
-@contextmanager
-def _random_states_kept() -> Iterator[None]:
-    python, own = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng():
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(own)

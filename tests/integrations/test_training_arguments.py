@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import TrainingArguments
 
 import graphaccel
@@ -75,14 +74,3 @@ def test_a_model_that_is_optimized_already(tmp_path: Path) -> None:
         'Trainer(model=model, ..., optimize={"devices": 2})\n'
         "  explain: graphaccel explain GA407"
     )
-
-
-def test_resuming_reads_the_first_batch_and_no_random_number(tmp_path: Path) -> None:
-    trainer = Trainer(
-        model=gpt2(), args=given(tmp_path), train_dataset=Lines(16, 1), eval_dataset=Lines(8, 2)
-    )
-    before = torch.random.get_rng_state()
-    call = trainer._first_call()
-    assert torch.equal(torch.random.get_rng_state(), before)
-    assert {*call} == {"input_ids", "labels", "num_items_in_batch"}
-    assert call["input_ids"].shape == (8, 8)
