@@ -78,9 +78,9 @@ def load(
     (GA414) with names and shapes, CheckpointUntrusted (GA415). A file with changed content is found
     when it is read, after other tensors were.
     """
-    path = folder_of(folder)
     if os.environ.get("GRAPHACCEL_PLAN_ONLY") == "1":  # nothing will be trained
         return Loaded()
+    path = folder_of(folder)
     contents = contents_of(model, optimizer, more, weights)
     handle = getattr(model, "graphaccel", None)
     if handle is not None:

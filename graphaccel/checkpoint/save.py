@@ -85,6 +85,7 @@ def save(
     started = time.monotonic()
     root = folder_of(folder)
     _check(step, keep, every)
+    contents = contents_of(model, optimizer, more, weights)
     saver = saver_of(model)
     stops = False
     if every is not None:
@@ -92,8 +93,21 @@ def save(
         stops = saver.stop.on_any(saver.together, step)
         if not stops and step % every:
             return None
-    contents = contents_of(model, optimizer, more, weights)
-    handle = getattr(model, "graphaccel", None)
+    asynchronous = asynchronous and not stops
+    path = _written(contents, saver, root, step, keep, asynchronous)
+    if stops:
+        end_stopped(step, path, saver.together.rank)
+    seconds = time.monotonic() - started
+    how = "training goes on while it is written" if asynchronous else "complete"
+    progress("saved", f"{path}, {how}", seconds)
+    return Saved(step, path, seconds, saver)
+
+
+def _written(
+    contents: Contents, saver: Saver, root: Path, step: int, keep: int | None, asynchronous: bool
+) -> Path:
+    """Write a checkpoint, or start to, once the one before is done; its folder. Collective."""
+    handle = getattr(contents.models["model"], "graphaccel", None)
     if handle is not None:
         handle.agree(SAVE)
     saver.wait()
@@ -103,16 +117,11 @@ def save(
     random = as_file(random_states())
     job = Job(saver.together, root, step, tensors, state, random, plan, keep)
     path, number = job.open()
-    if asynchronous and not stops:
+    if asynchronous:
         saver.start(job, path, number)
     else:
         job.write(path, number)
-    if stops:
-        end_stopped(step, path, saver.together.rank)
-    seconds = time.monotonic() - started
-    how = "training goes on while it is written" if asynchronous else "complete"
-    progress("saved", f"{path}, {how}", seconds)
-    return Saved(step, path, seconds, saver)
+    return path
 
 
 def folder_of(folder: str | Path | None) -> Path:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -69,6 +72,16 @@ def test_an_empty_folder_is_the_start(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "not yet"):
         assert graphaccel.load(folder, model, optimizer).step == 0
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_a_script_that_is_planned_loads_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer, _ = build()
+    graphaccel.save(tmp_path, model, optimizer, step=5)
+    monkeypatch.setenv("GRAPHACCEL_PLAN_ONLY", "1")
+    assert graphaccel.load(tmp_path, model, optimizer).step == 0
+    assert graphaccel.load(None, model, optimizer).step == 0
 
 
 def test_the_newest_is_the_one_saved_last(tmp_path: Path) -> None:
@@ -221,6 +234,34 @@ error[GA412]: the checkpoint of step 2 could not be saved in `{tmp_path}`
     assert graphaccel.load(tmp_path, *run[:2]).step == 1
 
 
+LAST = """
+import sys
+import torch
+from torch.distributed.checkpoint import FileSystemWriter
+import graphaccel
+
+def fail(*_):
+    raise OSError(28, "No space left on device")
+
+if len(sys.argv) > 2:
+    FileSystemWriter.write_data = fail
+model = torch.nn.Linear(2, 2)
+graphaccel.save(sys.argv[1], model, step=1, asynchronous=True)
+"""
+
+
+@pytest.mark.parametrize("more", [(), ("fail",)])
+def test_the_last_save_completes_before_the_process_ends_or_fails_it(
+    tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    command = [sys.executable, "-c", LAST, str(tmp_path), *more]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert ended.returncode == len(more), ended.stderr
+    assert ("error[GA412]" in ended.stderr) == bool(more)
+    assert len(list(tmp_path.glob("*/manifest.json"))) == 1 - len(more)
+
+
 def test_a_model_that_was_saved_can_be_copied_and_pickled(tmp_path: Path) -> None:
     import copy
     import pickle
@@ -244,5 +285,7 @@ def test_arguments(tmp_path: Path, arguments: Any, what: str) -> None:
     with pytest.raises(errors.GraphMisuse, match=what):
         graphaccel.save(tmp_path, model, optimizer, **arguments)
     assert graphaccel.load(tmp_path, model).step == 0
+    with pytest.raises(errors.GraphMisuse, match=r"the model is a torch.nn.Module, not int"):
+        graphaccel.save(tmp_path, 3, step=1)  # type: ignore[arg-type]
     with pytest.raises(errors.GraphMisuse, match="the folder of the checkpoints is None"):
         graphaccel.save(None, model, optimizer, step=1)

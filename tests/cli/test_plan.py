@@ -194,7 +194,8 @@ def test_a_script_is_run_up_to_its_first_training_batch(
     assert plan("train.py", "--devices", "4", "--pipeline", "2") == 0
     captured = capsys.readouterr()
     assert "graphaccel: running train.py up to its first training batch\n" in captured.err
-    assert captured.out.startswith(f"{printed}model   Model   1,088 parameters")
+    assert printed in captured.err  # standard output is the report's alone
+    assert captured.out.startswith("model   Model   1,088 parameters")
     assert "PLAN    data 2 x pipeline 2" in captured.out
     assert "pinned: data, pipeline\n" in captured.out
     assert "assumed SGD" in captured.out
