@@ -336,7 +336,8 @@ class Handle:
         return PRECISIONS[pinned] if plan is None else plan.precision
 
     def _train(self, batch: Batch) -> Any:
-        random = self.program is not None and self.program.random
+        program = self.program
+        random = program is not None and (program.random or program.shared_draws)
         state = self._compiler.captures.state_digest(batch)
         given = self._agreement.check(TRAIN, batch, random=random, state=state)
         if self._agreement.steps == 1 and self._whole():

@@ -34,6 +34,21 @@ def is_random(node: fx.Node) -> bool:
     return arguments(node).get("dropout_p") != 0.0
 
 
+_DRAWS = frozenset(
+    {
+        aten.rand.default, aten.randn.default, aten.rand_like.default, aten.randn_like.default,
+        aten.randint.default, aten.randint.low, aten.randint_like.default,
+        aten.randint_like.low_dtype, aten.randperm.default, aten.bernoulli.p, aten.uniform.default,
+        aten.normal_functional.default, aten.exponential.default,
+    }
+)  # fmt: skip
+
+
+def draws_by_shape(node: fx.Node) -> bool:
+    """Whether a call draws random numbers and reads of its tensors only the shape and the dtype."""
+    return node.target in _DRAWS
+
+
 def is_causal(node: fx.Node) -> bool:
     """Whether a call of attention has a causal mask by its `is_causal` argument."""
     names = [a.name for a in schema(node)]

@@ -211,7 +211,8 @@ class StepProgram:
     shared: parameters that several stages hold, with those stages: their gradients are summed.
     output_places: leaf of the model's output → batch placement (`sharding.rules.propagate`).
     input_places: leaf of the batch → batch placement of its gradient, where it needs one.
-    random: whether any op draws random numbers.
+    random: whether any op draws random numbers. shared_draws: whether the prologue does, so that
+      ranks have to draw alike.
     resting: parameter → the splits under which it, its gradient and its optimizer state are stored,
       in the order in which they are applied (tensor axis first, then data); replicated if none.
     partial: parameter → axes besides data over which its gradient is a partial sum when the
@@ -231,6 +232,7 @@ class StepProgram:
     shared: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     output_places: Mapping[int, str | int] = field(default_factory=dict)
     random: bool = False
+    shared_draws: bool = False
     resting: Mapping[str, tuple[Sharded, ...]] = field(default_factory=dict)
     partial: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     input_places: Mapping[int, str | int] = field(default_factory=dict)

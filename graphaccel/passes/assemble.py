@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from graphaccel.compat.torch.graphs import boxed
+from graphaccel.ir.calls import draws_by_shape
 from graphaccel.ir.program import StageProgram, StepProgram, Value
 from graphaccel.passes.context import Context
 from graphaccel.sharding.rules.propagate import PARTIAL
@@ -31,6 +32,7 @@ def assembled(context: Context) -> StepProgram:
         shared=context.shared,
         output_places={s.leaf: place for s, place in places if s.kind == "output"},
         random=context.random,
+        shared_draws=prologue is not None and any(map(draws_by_shape, prologue.graph.graph.nodes)),
         resting=resting,
         partial=axes.partial,
         input_places={s.leaf: place for s, place in places if s.kind == "input_gradient"},

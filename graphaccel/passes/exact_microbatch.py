@@ -12,6 +12,9 @@ before (batch 8, two microbatches)              after
   %l: f32[] = aten.div.Tensor(%total, %n)         %l: f32[] = aten.div.Tensor(%total, %sum_1)
   %g: f32[128,32] = aten.mm(...)                  %g: f32[64,32] = aten.mm(...)
 
+Random numbers that all rows share (noise on a weight, one number for a gate) are drawn in the
+prologue too: once a step, alike on all ranks.
+
 Where examples mix (a contrastive loss), and over microbatches where a full sum is needed (the
 square root of a mean), what follows runs once on the whole batch (`sharding.rules.head`): its nodes
 have the size of the whole batch and `meta["head"]`, with `whole_batch` and `batch_part` around it.
@@ -38,11 +41,13 @@ from graphaccel.capture.symbols import BATCH, evaluate, with_integers
 from graphaccel.compat.torch.graphs import graph_module
 from graphaccel.compat.torch.ops import schema
 from graphaccel.errors.messages import Location
+from graphaccel.ir.calls import draws_by_shape
 from graphaccel.ir.fakes import Fakes
 from graphaccel.ir.nodes import drop_dead, new_node
-from graphaccel.ir.program import Prologue, Value
+from graphaccel.ir.program import Prologue
 from graphaccel.ir.values import fake_like, propagate, returned
 from graphaccel.passes.around_head import Around, lies_in
+from graphaccel.passes.prologue import build_prologue
 from graphaccel.planner.plan.limits import Limit, Limits
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.sharding.rules.notation import tensor_arguments
@@ -96,7 +101,7 @@ def exact_microbatch(
         _refuse_conflicts(step, plan, placed)
     made = _Local(step, plan, placed, whole)
     local = made.build(fakes)
-    prologue = _prologue(step, whole, made.hoisted)
+    prologue = build_prologue(step, whole, made.hoisted)
     places = tuple(_place(placed, n) for n in returned(step.graph))
     return LocalStep(local, prologue, places, bool(placed.head))
 
@@ -275,6 +280,9 @@ class _Local:
         for node in nodes:
             if node.op != "call_function":
                 continue
+            if node in hoisted and draws_by_shape(node):  # a draw without readers would stay
+                self.map[node] = hoisted[node]
+                continue
             new = self._call(node)
             self.map[node] = hoisted.get(node, new)
             if node in self.placed.reduced:
@@ -401,42 +409,3 @@ def integers_in(value: Any) -> list[int | float]:
 
 def _nth_tensor(node: fx.Node, position: int) -> fx.Node:
     return tensor_arguments(node)[position]
-
-
-def _prologue(
-    step: StepGraph, whole: Mapping[sympy.Symbol, int], hoisted: Mapping[fx.Node, Sequence[str]]
-) -> Prologue | None:
-    """The hoisted values, computed from the whole batch. hoisted: the name of each."""
-    if not hoisted:
-        return None
-    needed: set[fx.Node] = set()
-    stack = list(hoisted)
-    while stack:
-        node = stack.pop()
-        if node not in needed:
-            needed.add(node)
-            stack += node.all_input_nodes
-    graph = fx.Graph()
-    made: dict[fx.Node, fx.Node] = {}
-    values: list[Value] = []
-    fakes = []
-    for node, spec in zip(
-        (n for n in step.graph.graph.nodes if n.op == "placeholder"), step.inputs, strict=True
-    ):
-        if node in needed:
-            made[node] = graph.placeholder(node.name)
-            values.append(Value(spec.kind, spec.name, leaf=spec.leaf))
-            fakes.append(
-                fake_like(node.meta["val"], [int(evaluate(d, whole)) for d in node.meta["dims"]])
-            )
-    for node in step.graph.graph.nodes:
-        if node in needed and node.op == "call_function":
-            fixed = {i: evaluate(e, whole) for i, e in node.meta["sizes"].items()}
-            args, kwargs = with_integers(node, fixed)
-            args, kwargs = _mapped((args, kwargs), made)
-            made[node] = graph.call_function(node.target, args, kwargs)
-            made[node].meta = {k: v for k, v in node.meta.items() if k not in ("val", "sizes")}
-    graph.output([made[n] for n, names in hoisted.items() for _ in names])
-    module = graph_module(step.graph, graph)
-    propagate(module, fakes)
-    return Prologue(module, tuple(values), tuple(n for names in hoisted.values() for n in names))

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphaccel.ir.calls import is_random
+from graphaccel.ir.calls import draws_by_shape, is_random
 from graphaccel.ir.values import operands
 from graphaccel.sharding.rules.factories import COUNTS, UNIFORM
 from graphaccel.sharding.rules.head import MOST, close, is_backward, share_of_weights
@@ -171,8 +171,8 @@ class _State:
 
     def _start(self) -> None:
         self.places: dict[fx.Node, Any] = {}
-        self.learned: set[fx.Node] = set()  # depends on a parameter, or on random numbers
-        self.drawn: set[fx.Node] = set()  # depends on random numbers
+        self.learned: set[fx.Node] = set()  # depends on a parameter, or on a part's random numbers
+        self.drawn: set[fx.Node] = set()  # depends on random numbers of a part
         self.shared: set[tuple[fx.Node, int]] = set()
         self.slices: dict[fx.Node, Placement] = {}
         self.conflicts: list[Conflict] = []
@@ -216,6 +216,9 @@ class _State:
 
     def visit(self, node: fx.Node) -> None:
         inputs = node.all_input_nodes
+        if node not in self.head and draws_by_shape(node) and not self._has_parts(node):
+            self._hoist(node)  # numbers that all parts share
+            return
         if is_random(node) or any(n in self.drawn for n in inputs):
             self.drawn.add(node)
         if node in self.drawn or any(n in self.learned for n in inputs):
