@@ -148,19 +148,7 @@ def _phases(
     }
     given = {n: "x".join(map(str, v.shape)) for n, v in values.items() if isinstance(v, Tensor)}
     where = {"name": fusion.name, "case": " ".join(f"{n} {s}" for n, s in given.items())}
-    moved = traffic(fusion, DTYPE, shapes)
-    op, pattern, outputs = op_of(fusion), pattern_of(fusion), len(fusion.outputs)
-    names = parameters(pattern)
-    whole = pattern if scale.toy else compiled(pattern)
-
-    def ours(given: dict[str, Any]) -> list[Tensor]:
-        return tensors(op(*given.values()))[:outputs]
-
-    sides: dict[str, Callable[[dict[str, Any]], Any]] = {
-        "seconds": ours,
-        "eager": lambda given: pattern(**{n: given[n] for n in names}),
-        "compile": lambda given: whole(**{n: given[n] for n in names}),
-    }
+    moved, op, sides = traffic(fusion, DTYPE, shapes), op_of(fusion), _sides(fusion, scale)
 
     def forward(run: Callable[[dict[str, Any]], Any]) -> float:
         with torch.no_grad():
@@ -202,6 +190,18 @@ def _phases(
         taken = row["alone"] if phase == "backward" else row["seconds"]
         row["of_clone"] = None if taken is None else size / taken / clone
         yield row
+
+
+def _sides(fusion: Fusion, scale: Scale) -> dict[str, Callable[[dict[str, Any]], Any]]:
+    """The op, its pattern in eager mode and the pattern compiled, each by the row's key."""
+    op, pattern, outputs = op_of(fusion), pattern_of(fusion), len(fusion.outputs)
+    names = parameters(pattern)
+    by_compiler = pattern if scale.toy else compiled(pattern)
+    return {
+        "seconds": lambda values: tensors(op(*values.values()))[:outputs],
+        "eager": lambda values: pattern(**{n: values[n] for n in names}),
+        "compile": lambda values: by_compiler(**{n: values[n] for n in names}),
+    }
 
 
 def attention_faults(device: str) -> list[Fault]:

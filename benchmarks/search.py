@@ -168,12 +168,9 @@ def _llama(config: Any, case: Case) -> Any:
 
 def measured(name: str) -> dict[str, Any]:
     """One case in this process."""
-    from benchmarks.ranks import Meshes
     from graphaccel.compiler.compiler import Compiler
     from graphaccel.compiler.model import Model
     from graphaccel.planner.cluster.catalogue import cluster
-    from graphaccel.planner.plan.base_plan import base_plan
-    from graphaccel.planner.plan.pins import Pins
     from graphaccel.planner.search.record import Record
     from graphaccel.report.text import plan_report
 
@@ -216,19 +213,28 @@ def measured(name: str) -> dict[str, Any]:
         "peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9,
         "load": os.getloadavg()[0], "published": {},
     }  # fmt: skip
-    if not case.published:
-        return row
+    if case.published:
+        row["published"] = _published(case, compiler, batch, record.problem, pins)
+    return row
+
+
+def _published(case: Case, compiler: Any, batch: Any, problem: Any, pins: dict) -> dict[str, Any]:
+    """By who published it: a plan for the case's mesh, and its place among all meshes."""
+    from benchmarks.ranks import Meshes
+    from graphaccel.planner.plan.base_plan import base_plan
+    from graphaccel.planner.plan.pins import Pins
+
     decided = Pins(precision="bf16-params")
     base = base_plan(decided, case.devices, case.batch, "", "", "loss")
-    meshes = Meshes(record.problem, decided, base, case.batch)
+    meshes, found = Meshes(problem, decided, base, case.batch), {}
     for who, mesh in case.published.items():
         _, theirs, _ = compiler.with_pins(pins | mesh).choose(batch)
         assert theirs.prediction is not None
-        row["published"][who] = {
+        found[who] = {
             "plan": theirs.name, "predicted_seconds": theirs.prediction.seconds,
             **meshes.place(theirs),
         }  # fmt: skip
-    return row
+    return found
 
 
 def main() -> None:

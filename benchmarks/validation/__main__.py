@@ -40,7 +40,7 @@ RESULT, UNSEEN = RESULTS / "validation.json", RESULTS / "unseen.json"
 _GRID = 5  # runs of one model on one number of devices that are ranked
 
 
-def main() -> None:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -58,6 +58,11 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="of --rows: what is found, as JSON"
     )
+    return parser
+
+
+def main() -> None:
+    parser = _parser()
     args = parser.parse_args()
     if args.rows and (args.fit or args.unseen or args.summary or args.ranks is not None):
         parser.error("--rows predicts runs of your own: nothing is fitted or ranked with them")

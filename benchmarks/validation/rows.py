@@ -6,6 +6,7 @@ import csv
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from benchmarks.validation.mixtures import MIXTURES, mixture_of
@@ -175,13 +176,20 @@ def read(file: Path) -> Iterator[Run | str]:
             yield run
 
 
-def _run(row: dict[str, str]) -> Run | str:
-    def number(name: str, default: int | None = None) -> int:
-        value = int(float(row[name])) if row[name] else int(default if default is not None else 0)
-        if value < 0 or (value == 0 and row[name] and name in _SIZES):
-            raise ValueError(f"{name} is {row[name]}")
-        return value
+def _group(row: dict[str, str]) -> str:
+    model = f"{row['source']}, {row['model']}, {row['layers']} x {row['hidden']}"
+    return f"{model}, {row['gpus']} devices, batch {row['global_batch']}"
 
+
+def _number(row: dict[str, str], name: str, default: int | None = None) -> int:
+    value = int(float(row[name])) if row[name] else int(default if default is not None else 0)
+    if value < 0 or (value == 0 and row[name] and name in _SIZES):
+        raise ValueError(f"{name} is {row[name]}")
+    return value
+
+
+def _run(row: dict[str, str]) -> Run | str:
+    number = partial(_number, row)
     device = _device(row["gpu_type"])
     if device is None:
         return f"device {row['gpu_type']} is not in the catalogue"
@@ -196,29 +204,19 @@ def _run(row: dict[str, str]) -> Run | str:
     if not sequence or not row["global_batch"]:
         return "tokens of a batch not stated"
     tensor, pipeline, context = number("tp", 1), number("pp", 1), number("cp", 1)
-    gpus, data = number("gpus"), number("dp", 1)
-    each, hybrid = tensor * pipeline * context, "hsdp" in (row["zero"] + row["notes"]).lower()
-    if data * each != gpus and not (hybrid and gpus % each == 0):
+    gpus, data = number("gpus"), _data(row, tensor * pipeline * context)
+    if data is None:
         return "the axes are not the devices"
-    data = gpus // each
     if row["micro_batch"] and number("global_batch") % (data * number("micro_batch")):
         return "the batch does not divide"
     expert, assumed = _expert(number("ep", 1), data)
-    zero, name = row["zero"].strip(), row["model"].lower()
-    kind = mixture or next((k for k in ("llama", "nemotron") if k in name), None)
-    if kind is None:  # others of Llama's architecture
-        kind = "llama" if any(family in name for family in _LIKE_LLAMA) else "gpt"
-    usual = _NEMOTRON_VOCABULARY if kind == "nemotron" else _PADDED_VOCABULARY
-    if system.vocabulary is not None:
-        usual = system.vocabulary // tensor * tensor
+    kind = mixture or _kind(row["model"].lower())
+    usual = _usual_vocabulary(kind, system, tensor)
     hidden = number("hidden", known.hidden if known else None)
     heads = number("heads", known.heads if known else None)
     run = Run(
         source=row["source"],
-        group=", ".join(
-            (row["source"], row["model"], f"{row['layers']} x {row['hidden']}",
-             f"{row['gpus']} devices", f"batch {row['global_batch']}")
-        ),
+        group=_group(row),
         name=row["model"],
         layers=number("layers", known.layers if known else None),
         hidden=hidden,
@@ -241,23 +239,51 @@ def _run(row: dict[str, str]) -> Run | str:
         microbatch=number("micro_batch"),
         batch=number("global_batch"),
         recompute=_RECOMPUTED.get(row["recompute"], "none"),
-        # Megatron-LM refuses experts on an axis of their own beside a tensor axis without it.
-        sequence_parallel=tensor > 1
-        and (
-            row["sequence_parallel"] == "1"
-            or expert > 1
-            or (system.sequence_parallel and not row["sequence_parallel"])
-        ),
-        zero=_zero(zero, system),
+        sequence_parallel=tensor > 1 and _sequence_parallel(row, expert, system),
+        zero=_zero(row["zero"].strip(), system),
         precision=PRECISIONS.get(row["precision"], "bfloat16"),
         products=_PRODUCTS.get(row["precision"], ""),
         seconds=0.0,
         memory=int(float(row["measured_mem_GB"]) * 2**30) if row["measured_mem_GB"] else None,
         assumed=(*(known.assumed if known else ()), *assumed),
     )  # fmt: skip
+    return _timed(_as_usual(run, row), row)
+
+
+def _data(row: dict[str, str], replica: int) -> int | None:
+    """The size of the data axis, where a replica is so many devices; None where they do not fit."""
+    gpus, data = _number(row, "gpus"), _number(row, "dp", 1)
+    hybrid = "hsdp" in (row["zero"] + row["notes"]).lower()
+    if data * replica != gpus and not (hybrid and gpus % replica == 0):
+        return None
+    return gpus // replica
+
+
+def _usual_vocabulary(kind: str, system: System, tensor: int) -> int:
+    if system.vocabulary is not None:
+        return system.vocabulary // tensor * tensor
+    return _NEMOTRON_VOCABULARY if kind == "nemotron" else _PADDED_VOCABULARY
+
+
+def _kind(model: str) -> str:
+    """The architecture of a model without experts, by its name."""
+    kind = next((k for k in ("llama", "nemotron") if k in model), None)
+    if kind is None:  # others of Llama's architecture
+        kind = "llama" if any(family in model for family in _LIKE_LLAMA) else "gpt"
+    return kind
+
+
+def _sequence_parallel(row: dict[str, str], expert: int, system: System) -> bool:
+    """Whether a run with a tensor axis shards the sequence: Megatron-LM refuses experts on an axis
+    of their own beside a tensor axis without it."""
+    usual = system.sequence_parallel and not row["sequence_parallel"]
+    return row["sequence_parallel"] == "1" or expert > 1 or usual
+
+
+def _timed(run: Run, row: dict[str, str]) -> Run | str:
+    """The run with its measured seconds."""
     if row["precision"] not in (*PRECISIONS, *_PRODUCTS, ""):
         return f"precision {row['precision']}"
-    run = _as_usual(run, row)
     seconds, counted = _seconds(row, run)
     if seconds is not None and seconds <= 0:
         raise ValueError(f"a step of {seconds} s")

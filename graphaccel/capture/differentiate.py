@@ -67,34 +67,9 @@ def differentiate(
         node.meta["custom"] = {"origin": node.name, "phase": "forward"}
         node.meta.pop("from_node", None)  # else copied for each call, with its contents
     wanted = [i for i, spec in enumerate(forward.inputs) if _wanted(spec, trainable)]
-    reached: list[int] = []
     heads = [i for i, o in enumerate(forward.outputs) if o.kind == "loss"]
     tangents_for = [] if heads or not wanted else _differentiable_outputs(forward)
-    mode = fake_mode_of(placeholders)
-
-    def step(*values: torch.Tensor) -> list[torch.Tensor]:
-        values, tangents = values[: len(placeholders)], values[len(placeholders) :]
-        origins = _Origins()
-        outputs = _Recorder(forward.graph, origins).run(*values)
-        roots = [outputs[i] for i in (heads or tangents_for)]
-        keep = [
-            (o, t)
-            for o, t in zip(roots, tangents or [None] * len(roots), strict=True)
-            if o.requires_grad
-        ]
-        if not wanted or not keep:
-            return outputs
-        _backward_marker(returned(forward.graph)[heads[0] if heads else 0])(())
-        gradients = torch.autograd.grad(
-            [o for o, _ in keep],
-            [values[i] for i in wanted],
-            [t.to(o.dtype) for o, t in keep if t is not None] if tangents else None,
-            allow_unused=True,
-        )
-        fx_traceback.current_meta.clear()
-        reached[:] = [i for i, g in zip(wanted, gradients, strict=True) if g is not None]
-        return [*outputs, *(g for g in gradients if g is not None)]
-
+    mode, step = fake_mode_of(placeholders), _Step(forward, wanted, heads, tangents_for)
     with mode:
         values = [_fresh(n.meta["val"], i in wanted) for i, n in enumerate(placeholders)]
         output = returned(forward.graph)
@@ -114,7 +89,49 @@ def differentiate(
     _annotate(joint, forward)
     _refuse_writes(joint)
     _merge_casts(joint, names)
-    return joint, forward.outputs + tuple(_gradient(forward.inputs[i]) for i in reached)
+    return joint, forward.outputs + tuple(_gradient(forward.inputs[i]) for i in step.reached)
+
+
+class _Step:
+    """The forward and its backward, to be traced.
+
+    wanted: inputs whose gradients are computed. heads: outputs that are the loss; without one the
+    outputs `tangents_for` are differentiated, against as many more inputs. reached: after a call,
+    the inputs that have a gradient.
+    """
+
+    def __init__(
+        self, forward: ForwardGraph, wanted: list[int], heads: list[int], tangents_for: list[int]
+    ) -> None:
+        self._forward, self._wanted = forward, wanted
+        self._heads, self._roots = heads, heads or tangents_for
+        self.reached: list[int] = []
+
+    def __call__(self, *values: torch.Tensor) -> list[torch.Tensor]:
+        """The forward's outputs, and the gradients of the inputs that they depend on."""
+        count = len(self._forward.inputs)
+        values, tangents = values[:count], values[count:]
+        outputs = _Recorder(self._forward.graph, _Origins()).run(*values)
+        roots = [outputs[i] for i in self._roots]
+        tracked = [
+            (o, t)
+            for o, t in zip(roots, tangents or [None] * len(roots), strict=True)
+            if o.requires_grad
+        ]
+        if not self._wanted or not tracked:
+            return outputs
+        marked = self._heads[0] if self._heads else 0
+        _backward_marker(returned(self._forward.graph)[marked])(())
+        gradients = torch.autograd.grad(
+            [o for o, _ in tracked],
+            [values[i] for i in self._wanted],
+            [t.to(o.dtype) for o, t in tracked if t is not None] if tangents else None,
+            allow_unused=True,
+        )
+        fx_traceback.current_meta.clear()
+        pairs = zip(self._wanted, gradients, strict=True)
+        self.reached = [i for i, g in pairs if g is not None]
+        return [*outputs, *(g for g in gradients if g is not None)]
 
 
 def _traced(

@@ -74,14 +74,8 @@ def tried_choices(
     counted: dict[str, list[list[torch.Tensor]]] = {}
     with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         for part in range(parts):
-            values: list[Any] = []
-            for spec in step.inputs:
-                value = held.get(spec.kind, {}).get(spec.name)
-                if spec.kind == "batch":
-                    value, dim = batch.leaves[spec.leaf], step.batch_dims.get(spec.leaf)
-                    if parts > 1 and dim is not None:
-                        value = value.narrow(dim, part * at[BATCH], at[BATCH])
-                values.append(value.to(device) if isinstance(value, torch.Tensor) else value)
+            size = at[BATCH] if parts > 1 else None
+            values = _inputs(step, held, batch, part, size, device)
             try:
                 found = _interpreted(routes, values)
             except torch.OutOfMemoryError:
@@ -99,6 +93,27 @@ def tried_choices(
         Chosen(block, tuple(tuple(torch.stack(tried).amax(0).tolist()) for tried in of_data))
         for block, of_data in counted.items()
     )
+
+
+def _inputs(
+    step: StepGraph,
+    held: Mapping[str, Mapping[str, torch.Tensor]],
+    batch: Batch,
+    part: int,
+    size: int | None,
+    device: torch.device,
+) -> list[Any]:
+    """The inputs of a step on the device. held: tensors by kind and name. part: of the batch, in
+    parts of `size` examples; None for the whole batch."""
+    values: list[Any] = []
+    for spec in step.inputs:
+        value: Any = held.get(spec.kind, {}).get(spec.name)
+        if spec.kind == "batch":
+            value, dim = batch.leaves[spec.leaf], step.batch_dims.get(spec.leaf)
+            if size is not None and dim is not None:
+                value = value.narrow(dim, part * size, size)
+        values.append(value.to(device) if isinstance(value, torch.Tensor) else value)
+    return values
 
 
 def share_of(chosen: tuple[Chosen, ...], data: int, expert: int) -> Share:

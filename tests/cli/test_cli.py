@@ -107,24 +107,27 @@ def test_plan_of_a_missing_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert "there is no file 'nowhere.py'" in capsys.readouterr().err
 
 
+PINNED = (
+    "--json p.json --data 2 --pipeline 4 --interleave 2 --microbatches 8 --tensor 2 --context "
+    "2 --expert 2 --order data,pipeline --zero 3 --shard-size 2 --no-sequence --context-by "
+    "heads --scatter-sends --no-cast-once --reshard-after-forward always"
+)
+CHOICES = (
+    "--recompute some --precision bf16 --html r.html --trace t.json --save-cluster c.json "
+    "--accumulation shards --vocab data --stage-of h.3=1 --stage-of h.4=2 --compile inductor "
+    "--fusions auto,-rotary --cuda-graphs --loss-chunk 512 --offload optimizer --schedule "
+    "interleaved --cuts a,b --bucket-bytes 25MiB"
+)
+SHOWN = (
+    "--format json --measure 3 --explain --why-not pipeline=4,recompute=none --why-not "
+    "data=-1 --why-not sequence=false --why-not recompute=h.0+h.1,ort=off --why-not "
+    "bucket_bytes=1MiB,fusions=gelu,order=data+pipeline"
+)
+
+
 def test_plan_arguments(model_file: Path) -> None:
     text = f"plan {model_file}:job --devices 8 --device h100-80gb --memory 1.5GiB --batch 64"
-    pins = "--json p.json --data 2 --pipeline 4 --interleave 2 --microbatches 8"
-    pins += (
-        " --tensor 2 --context 2 --expert 2 --order data,pipeline --zero 3 --shard-size 2"
-        " --no-sequence --context-by heads --scatter-sends --no-cast-once"
-        " --reshard-after-forward always"
-    )
-    choices = "--recompute some --precision bf16 --html r.html --trace t.json --save-cluster c.json"
-    choices += (
-        " --accumulation shards --vocab data --stage-of h.3=1 --stage-of h.4=2 --compile inductor"
-    )
-    choices += " --fusions auto,-rotary --cuda-graphs --loss-chunk 512"
-    choices += " --offload optimizer --schedule interleaved --cuts a,b --bucket-bytes 25MiB"
-    shown = "--format json --measure 3 --explain --why-not pipeline=4,recompute=none"
-    shown += " --why-not data=-1 --why-not sequence=false --why-not recompute=h.0+h.1,ort=off"
-    shown += " --why-not bucket_bytes=1MiB,fusions=gelu,order=data+pipeline"
-    line = f"{text} {pins} {choices} {shown}"
+    line = f"{text} {PINNED} {CHOICES} {SHOWN}"
     arguments = vars(cli.build_parser().parse_args(line.split()))
     del arguments["run_command"], arguments["usage_error"]
     pinned = {k: v for k, v in arguments.items() if k not in NAMES or v is not None}
