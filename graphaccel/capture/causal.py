@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from math import prod
-from numbers import Number
 from typing import Any
 
 import torch
@@ -21,7 +20,9 @@ from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
 from graphaccel.compat.torch.fakes import without_fakes
+from graphaccel.compat.torch.ops import schema
 from graphaccel.ir.calls import is_random
+from graphaccel.ir.values import op_of, operands
 
 aten = torch.ops.aten
 _WHOLE = 1 << 22  # largest number of elements computed at once
@@ -37,8 +38,8 @@ def causal_attention(node: fx.Node) -> None:
     or 1, so that the rows in between follow the same pattern). An additive mask is 0 where such a
     mask is true, and elsewhere large enough to remove the score.
     """
-    names = [a.name for a in node.target._schema.arguments]
-    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    names = [a.name for a in schema(node)]
+    given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
     mask = given.get("attn_mask")
     if not isinstance(mask, fx.Node) or given.get("is_causal"):
         return
@@ -58,10 +59,10 @@ def _choice(mask: fx.Node) -> fx.Node:
     """The boolean mask from which an additive mask is computed, or the mask itself."""
     node = mask
     while _keeps_lows(node):
-        node = node.args[0]
+        node = operands(node)[0]
     if node.target is not aten.where.ScalarOther or not node.meta["val"].is_floating_point():
         return mask
-    condition, zero, low = node.args
+    condition, zero, low = operands(node)
     none = zero.target in (aten.zeros.default, aten.zeros_like.default) or (
         zero.target in (aten.full.default, aten.scalar_tensor.default) and zero.args[-1] == 0
     )
@@ -91,7 +92,11 @@ def _depends_on_sizes_alone(mask: fx.Node) -> bool:
             or not isinstance(node.meta.get("val"), Tensor)
         ):
             return False
-        numbers = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, Number)]
+        numbers = [
+            a
+            for a in (*operands(node), *node.kwargs.values())
+            if isinstance(a, (int, float, complex))
+        ]
         if _is_pointwise(node) and any(abs(n) > 1 for n in numbers):  # for example a window
             return False
         new = [n for n in node.all_input_nodes if n not in seen]
@@ -146,13 +151,13 @@ class _Values:
             return whole[..., rows, :] if long else whole
         if not _is_pointwise(node) and node.target is not aten.expand.default:
             return None
-        parts = {n: self.rows(n, rows) for n in node.all_input_nodes}
+        parts: dict[fx.Node, Any] = {n: self.rows(n, rows) for n in node.all_input_nodes}
         if any(part is None for part in parts.values()):
             return None
         if node.target is aten.expand.default:
-            sizes = [self._few(n) for n in node.args[1]]
+            sizes = [self._few(n) for n in operands(node)[1]]
             sizes[-2] = len(rows) if long else sizes[-2]
-            return parts[node.args[0]].expand(sizes)
+            return parts[operands(node)[0]].expand(sizes)
         return self._call(node, parts)
 
     def _whole(self, node: fx.Node) -> Tensor:
@@ -181,4 +186,4 @@ class _Values:
             return self._few(argument) if sized and type(argument) is int else argument
 
         args, kwargs = map_aggregate((node.args, dict(node.kwargs)), real)
-        return node.target(*args, **kwargs)
+        return op_of(node)(*args, **kwargs)

@@ -355,7 +355,7 @@ def _batched_experts(model: nn.Module) -> Iterator[None]:
     """Select an implementation of Hugging Face's experts that can be captured: one loops over the
     experts that were hit, which no graph can express, one sorts the whole batch. The one with a
     fixed shape for every row can be captured and sharded; what runs is `kernels.experts`."""
-    found = [m for m in model.modules() if hasattr(m, "set_experts_implementation")]
+    found: list[Any] = [m for m in model.modules() if hasattr(m, "set_experts_implementation")]
     before = [m.get_experts_implementation() for m in found]
     able = [(m, b) for m, b in zip(found, before, strict=True) if set(b.values()) & _SAME_EXPERTS]
     try:

@@ -14,7 +14,7 @@ another stage, or sharded, and a second write to the same memory would then be a
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -27,7 +27,7 @@ from graphaccel.compat.torch.ops import is_view, written_arguments
 aten = torch.ops.aten
 
 # Ops whose name without the underscore is that of another op.
-_OTHERS = MappingProxyType(
+_OTHERS: Mapping[Any, Any] = MappingProxyType(
     {aten.bernoulli_.float: aten.bernoulli.p, aten.transpose_.default: aten.transpose.int}
 )
 _SPLITS = MappingProxyType(
@@ -61,7 +61,7 @@ def without_writes(graph: fx.GraphModule) -> None:
         written = written_arguments(node)
         if not written:
             if is_view(node):
-                source = node.all_input_nodes[0]
+                source: fx.Node = node.all_input_nodes[0]
                 looks[node] = looks.get(source, source)
             continue
         (over,) = written

@@ -178,7 +178,8 @@ def python_function() -> Any:
             return [result.empty() for result in CALLS.get().calls[call].results]
 
         torch.library.register_fake(f"graphaccel::{name}", fake, lib=library)
-        ops.python_function.default.graphaccel_library = library  # kept alive as long as its op
+        made: Any = ops.python_function.default
+        made.graphaccel_library = library  # kept alive as long as its op
     return ops.python_function.default
 
 

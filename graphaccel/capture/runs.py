@@ -60,9 +60,9 @@ def shortened(model: nn.Module, runs: Mapping[Run, int]) -> nn.Module:
     for run in runs:
         by_path.setdefault(run.path, []).append(run)
     for path, own in by_path.items():
-        holder = made
+        holder: Any = made
         for name in path.split(".") if path else ():
-            old = holder._modules[name]
+            old: Any = holder._modules[name]
             if old not in new.values():
                 new[old] = holder._modules[name] = _shallow(old)
             holder = holder._modules[name]
@@ -173,7 +173,8 @@ class _Watch(TorchDispatchMode):
         own = (*model.named_parameters(), *model.named_buffers())
         self._own = {id(tensor): _place_of(name, runs) for name, tensor in own}
         self.segments: dict[tuple[int, int], list[list[Any]]] = {}
-        self.here = (-1, 0)  # (run, layer); the segments between the runs are (-1, 0), (-1, 1) ...
+        # (run, layer); the segments between the runs are (-1, 0), (-1, 1) ...
+        self.here: tuple[int, int] = -1, 0
         self.stretch = 0
         self.runs = runs
         self._made_by: dict[tuple[int, int], Any] = {}

@@ -67,7 +67,8 @@ def _power(value: float, other: float, ratio: float) -> sympy.Rational | None:
     inverses."""
     for power in (1, -1, 0.5, -0.5):
         if value and math.isclose(other / value, ratio**power, rel_tol=1e-9):
-            return sympy.Rational(power)
+            exact: Any = sympy.Rational(power)
+            return exact
     return None
 
 

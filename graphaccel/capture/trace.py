@@ -104,7 +104,8 @@ def _kind(tensor: torch.Tensor) -> _Kind:
         raise NotTraced(f"a {type(tensor).__name__} that is no strided fake tensor")
     if tensor.is_conj() or tensor.is_neg() or tensor.constant is not None:
         raise NotTraced("a tensor that is a constant, or is conjugate or negative by a flag")
-    shape, stride, offset = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+    shape, stride = tuple(tensor.shape), tensor.stride()
+    offset: Any = tensor.storage_offset()
     size = tensor.untyped_storage().nbytes()
     if not all(type(n) is int for n in (*shape, *stride, offset, size)):
         raise NotTraced("sizes that are symbols")

@@ -109,7 +109,8 @@ def layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def _found(model: nn.Module, held: Held) -> Found:
     """Where a weight is, and the code that registers it."""
-    owner, at = model, 0
+    owner: Any = model
+    at = 0
     while at < len(held.path) and held.path[at] in owner._modules:
         owner, at = owner._modules[held.path[at]], at + 1
     first = held.path[at]

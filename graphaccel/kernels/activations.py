@@ -6,6 +6,9 @@ Saved for the backward: the two inputs; eager saves silu(gate) as well. Bytes pe
 bits: forward 6, backward 10, against 10 and 18. Shazeer, GLU Variants Improve Transformer, 2020.
 """
 
+# The functions of a fusion's class have no `self`, which a type checker does not know.
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportOperatorIssue=false
+
 from __future__ import annotations
 
 import math

@@ -10,6 +10,9 @@ scale that multiplies, divides, or is applied to q; softmax in the dtype of the 
 float32.
 """
 
+# The functions of a fusion's class have no `self`, which a type checker does not know.
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportOperatorIssue=false
+
 from __future__ import annotations
 
 import torch

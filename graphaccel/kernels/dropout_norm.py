@@ -12,6 +12,9 @@ the kernel draws its own from a seed by torch's generator, so the random stream 
 eager's: "auto" never places it, it has to be pinned by name.
 """
 
+# The functions of a fusion's class have no `self`, which a type checker does not know.
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportOperatorIssue=false
+
 from __future__ import annotations
 
 import torch

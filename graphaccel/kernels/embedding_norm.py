@@ -8,6 +8,9 @@ read, two written), eager 14; the backward is that of a norm after an add, and t
 table's gradient.
 """
 
+# The functions of a fusion's class have no `self`, which a type checker does not know.
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportOperatorIssue=false
+
 from __future__ import annotations
 
 import torch

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 try:
-    import triton
-    import triton.language as tl
+    import triton  # pyright: ignore[reportMissingImports]
+    import triton.language as tl  # pyright: ignore[reportMissingImports]
 except ImportError:  # not included in a CPU build of torch
     triton: Any = None
     tl: Any = None

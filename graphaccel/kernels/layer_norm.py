@@ -10,7 +10,12 @@ of a copy's bandwidth (Liger Kernel's measurements on an H100); with the residua
 and 10. Saved for the backward: the sum, and two numbers per row.
 """
 
+# The functions of a fusion's class have no `self`, which a type checker does not know.
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportOperatorIssue=false
+
 from __future__ import annotations
+
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -23,6 +28,10 @@ aten = torch.ops.aten
 EPS = Scalar(1e-5, (1e-12,))
 
 
+@overload
+def wide(x: Tensor) -> Tensor: ...
+@overload
+def wide(x: Tensor | None) -> Tensor | None: ...
 def wide(x: Tensor | None) -> Tensor | None:
     """In the dtype of the computation: float32 for 16 bits."""
     return x.float() if x is not None and x.dtype in (torch.bfloat16, torch.float16) else x

@@ -14,6 +14,9 @@ cross entropy. Measured there: four chunks cost 7 % more time than full logits, 
 `_chunks`); without a plan's decision, `CHUNK_BYTES` of logits.
 """
 
+# The functions of a fusion's class have no `self`, which a type checker does not know.
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportOperatorIssue=false
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -118,7 +121,7 @@ def _cuda_forward(
         rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor
     ) -> tuple[Tensor, Tensor]:
         scores = F.linear(rows, weight, bias).to(rows.dtype)  # autocast may have narrowed them
-        return launch_in_place(scores[:, :words], labels, IGNORED.default).sum(), scores
+        return launch_in_place(scores[:, :words], labels, int(IGNORED.default)).sum(), scores
 
     loss, dx, dweight, dbias = _forward(x, weight, bias, target, ignored, count, of_chunk)
     if missing:

@@ -9,6 +9,9 @@ inputs. Bytes per element at 16 bits: forward 4 (8 with the residual), backward 
 36 and 92 as written in transformers.
 """
 
+# The functions of a fusion's class have no `self`, which a type checker does not know.
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportOperatorIssue=false
+
 from __future__ import annotations
 
 import torch

@@ -7,6 +7,9 @@ backward. Bytes per element at 16 bits: 4 + 4; eager 20 + 28 (a concatenation of
 multiplications and an add).
 """
 
+# The functions of a fusion's class have no `self`, which a type checker does not know.
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportOperatorIssue=false
+
 from __future__ import annotations
 
 import torch

@@ -9,6 +9,9 @@ registers: no row is read twice. Where nothing else reads the scores, the patter
 is replaced by `scaled_dot_product_attention`, which never writes them.
 """
 
+# The functions of a fusion's class have no `self`, which a type checker does not know.
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportOperatorIssue=false
+
 from __future__ import annotations
 
 from inspect import Signature, signature

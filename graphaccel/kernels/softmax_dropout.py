@@ -16,6 +16,9 @@ Philox-4x32), four elements per call: one per call takes twice the registers.
 Where nothing else reads the weights, `dropout_attention` is the larger pattern and has precedence.
 """
 
+# The functions of a fusion's class have no `self`, which a type checker does not know.
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportOperatorIssue=false
+
 from __future__ import annotations
 
 import torch

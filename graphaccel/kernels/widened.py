@@ -79,11 +79,11 @@ def _backward(fusion: Fusion, run: Function | None) -> Function | None:
         given = dict(zip(names, args, strict=False)) | kwargs
         found = known(**{n: _raised(v) for n, v in given.items()})
         several: Sequence[Any] = found if len(fusion.returned) > 1 else (found,)
-        rounded = tuple(
+        rounded: tuple[Any, ...] = tuple(
             None if grad is None else grad.to(given[name].dtype)
             for name, grad in zip(fusion.returned, several, strict=True)
         )
-        return rounded if len(rounded) > 1 else rounded[0]
+        return rounded[0] if len(rounded) == 1 else rounded
 
     return _like(run, call)
 

@@ -20,6 +20,7 @@ from torch import fx
 from graphaccel.capture.canonical.calls import arguments_of, emit, replace_call
 from graphaccel.capture.canonical.losses import LOSSES
 from graphaccel.capture.causal import causal_attention
+from graphaccel.ir.values import operands
 from graphaccel.kernels.experts import PRODUCT
 
 aten = torch.ops.aten
@@ -125,18 +126,19 @@ def _masked_write(node: fx.Node) -> None:
 def _expert_matmul(node: fx.Node) -> None:
     """A matmul with a weight looked up for every row (Hugging Face's `batched_mm`):
     expert_product."""
-    left, right = node.args
+    left, right = operands(node)
     for weights, rows, transposed in ((left, right, True), (right, left, False)):
         dim = 2 if transposed else 1
         if not _is_matrix_per_row(weights) or rows.meta["val"].shape[dim] != 1:
             continue
-        table, (experts,) = weights.args[0], weights.args[1]
+        table, (experts,) = operands(weights)[0], operands(weights)[1]
         count = table.meta["val"].shape[0]
-        unsqueezed = rows.target is aten.unsqueeze.default and rows.args[1] % 3 == dim
-        flat = rows.args[0] if unsqueezed else emit(node, aten.squeeze.dim, rows, dim)
+        unsqueezed = rows.target is aten.unsqueeze.default and operands(rows)[1] % 3 == dim
+        flat = operands(rows)[0] if unsqueezed else emit(node, aten.squeeze.dim, rows, dim)
         result = emit(node, PRODUCT, flat, table, experts, 0, count, transposed)
         for user in node.users:
-            if user.target is aten.squeeze.dim and user.args[1] % 3 == (2 if transposed else 1):
+            one = user.target is aten.squeeze.dim
+            if one and operands(user)[1] % 3 == (2 if transposed else 1):
                 user.replace_all_uses_with(result)
         node.replace_all_uses_with(emit(node, aten.unsqueeze.default, result, dim))
         return
@@ -146,7 +148,7 @@ def _is_matrix_per_row(node: fx.Node) -> bool:
     """Whether a tensor contains a matrix for every row, `w[experts]`."""
     if node.target is not aten.index.Tensor:
         return False
-    table, positions = node.args
+    table, positions = operands(node)
     single = len(positions) == 1 and isinstance(positions[0], fx.Node)
     return single and table.meta["val"].dim() == 3 and positions[0].meta["val"].dim() == 1
 
@@ -159,7 +161,7 @@ def _embedding_bag(node: fx.Node) -> None:
     if offsets.target is not aten.arange.start_step or indices.meta["val"].dim() != 1:
         return
     start, end, step = (*offsets.args, 1)[:3]
-    results = {user.args[1] for user in node.users if user.users}
+    results = {operands(user)[1] for user in node.users if user.users}
     plain = not (a["scale_grad_by_freq"] or a["sparse"] or a["include_last_offset"])
     padded = a.get("padding_idx") is not None
     if (start, end) != (0, indices.meta["val"].numel()) or end % step or end == 0:
@@ -212,7 +214,7 @@ def _remove_identity(node: fx.Node, number: int) -> None:
 def _softmax(node: fx.Node) -> None:
     """Softmax in the dtype of its input, as transformers asks for, loses its dtype
     argument."""
-    source, dim, *dtype = node.args
+    source, dim, *dtype = operands(node)
     if dtype and dtype[0] is source.meta["val"].dtype:
         node.args = (source, dim)
 

@@ -35,7 +35,8 @@ def without_tensor_hooks(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
 
 def retains_graph() -> bool:
     """Whether the backward that runs now has retain_graph=True."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()
+    engine: Any = torch._C
+    return engine._autograd._get_current_graph_task_keep_graph()
 
 
 @contextmanager
@@ -96,7 +97,8 @@ def forward_class(node: Any) -> type | None:
 
 def untransformed(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor that the transforms of torch.func (grad, vmap) around it have wrapped."""
-    functorch = torch._C._functorch
+    library: Any = torch._C
+    functorch = library._functorch
     while functorch.is_functorch_wrapped_tensor(tensor):
         tensor = functorch.get_unwrapped(tensor)
     return tensor

@@ -13,7 +13,7 @@ import torch
 def without_onednn() -> Iterator[None]:
     """Meanwhile no op of oneDNN is chosen. The public flag can not be set in a process that froze
     torch's global flags, as one that imports torch.testing does."""
-    enabled = torch.backends.mkldnn.enabled
+    enabled: Any = torch.backends.mkldnn.enabled
     torch._C._set_mkldnn_enabled(False)
     try:
         yield
@@ -55,5 +55,6 @@ def opaque_linear() -> Any:
 
         library.impl(name, run, "CPU")
         torch.library.register_fake(f"graphaccel::{name}", fake, lib=library)
-        ops.onednn_linear.default.graphaccel_library = library  # it lives as long as its op
+        made: Any = ops.onednn_linear.default
+        made.graphaccel_library = library  # it lives as long as its op
     return ops.onednn_linear.default

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 
@@ -73,7 +75,7 @@ def update_scale(
 def order_step_hooks(optimizer: torch.optim.Optimizer, before: int, after: int) -> bool:
     """Whether the pre-hook of id `before` is the last one; the post-hook `after` becomes the
     first."""
-    hooks = optimizer._optimizer_step_post_hooks
+    hooks: Any = optimizer._optimizer_step_post_hooks  # an OrderedDict
     if next(iter(hooks)) != after:
         hooks.move_to_end(after, last=False)
     return next(reversed(optimizer._optimizer_step_pre_hooks)) == before
