@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from graphaccel.errors.messages import columns, format_bytes
 from graphaccel.planner.cluster.cluster import Cluster
-from graphaccel.planner.explain.what_if import Answer, Decision, Explanation
+from graphaccel.planner.explain.answers import Answer, Decision, Explanation
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.report.certainty import room
 from graphaccel.report.format import (

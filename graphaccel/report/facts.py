@@ -23,13 +23,13 @@ from graphaccel.planner.estimate.estimated_memory import predict_memory
 from graphaccel.planner.estimate.stage_costs import held_parameters, sized_for, stage_works
 from graphaccel.planner.estimate.stage_messages import message_bytes
 from graphaccel.planner.estimate.traffic import Traffic, traffic
-from graphaccel.planner.explain.what_if import Answer, Explanation
+from graphaccel.planner.explain.answers import Answer, Explanation
 from graphaccel.planner.memory.exact_memory import Sample
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.plan.prediction import Prediction
+from graphaccel.planner.profile.candidate_cuts import stage_positions
 from graphaccel.planner.profile.layout_profiles import Layouts
 from graphaccel.planner.profile.profile import Profile, SizedProfile
-from graphaccel.planner.profile.stages import stage_positions
 from graphaccel.report.certainty import (
     Calibration,
     Reserve,

@@ -127,7 +127,7 @@ def test_reports_say_both(facts: Facts) -> None:
 def test_a_plan_that_does_not_fit_may_run_all_the_same(
     facts: Facts, made_up: Callable[..., Cluster], part: float, verdict: str
 ) -> None:
-    from graphaccel.planner.explain.what_if import Answer
+    from graphaccel.planner.explain.answers import Answer
 
     where = made_up(4)
     tensors = int(where.device.memory * part)

@@ -13,8 +13,8 @@ from graphaccel.passes import offload_activations
 from graphaccel.passes.replication import replicated
 from graphaccel.planner.cluster.catalogue import cluster
 from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.profile.candidate_cuts import candidate_cuts
 from graphaccel.planner.profile.profile import Profile
-from graphaccel.planner.profile.stages import candidate_cuts
 from tests.graph.test_repeat_layers import assert_same, captured, whole
 
 LAYERS = 20

@@ -21,9 +21,9 @@ from graphaccel.planner.plan.module_pins import is_inside, replicate, shard, voc
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.plan.read_pins import read_pins
 from graphaccel.planner.plan.zero import owned_shards
+from graphaccel.planner.profile.candidate_cuts import stage_positions
 from graphaccel.planner.profile.layout_profiles import rates_of
 from graphaccel.planner.profile.profile import Profile
-from graphaccel.planner.profile.stages import stage_positions
 from graphaccel.planner.search.search import search
 
 Captured = Callable[[str], StepGraph]

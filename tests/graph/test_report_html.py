@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphaccel.planner.explain.what_if import Choice, Decision, Explanation, Price, Shift
+from graphaccel.planner.explain.answers import Choice, Decision, Explanation, Price, Shift
 from graphaccel.planner.plan.prediction import Prediction, StageMemory
 from graphaccel.report.charts import gantt_chart, memory_charts, pareto_chart, waterfall_chart
 from graphaccel.report.facts import Facts, Measured, Point

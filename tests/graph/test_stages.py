@@ -18,16 +18,15 @@ from graphaccel.passes.lower_precision import lower_precision
 from graphaccel.planner.cluster.cluster import Cluster
 from graphaccel.planner.plan.base_plan import PRECISIONS
 from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.profile.candidate_cuts import candidate_cuts, stage_positions
 from graphaccel.planner.profile.profile import Profile, SizedProfile
 from graphaccel.planner.profile.stages import (
     Chain,
     Room,
     StageLimit,
-    candidate_cuts,
     choose_cuts,
     partition,
     split_evenly,
-    stage_positions,
 )
 
 Captured = Callable[[str], StepGraph]

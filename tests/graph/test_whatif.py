@@ -11,7 +11,8 @@ import pytest
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.planner.cluster.cluster import COLLECTIVES, Cluster, Collective
 from graphaccel.planner.estimate.estimate import predict_seconds
-from graphaccel.planner.explain.what_if import Explanation, explain, why_not
+from graphaccel.planner.explain.answers import Explanation
+from graphaccel.planner.explain.what_if import explain, why_not
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.search.record import Record
 from graphaccel.planner.search.search import search

@@ -22,7 +22,7 @@ from graphaccel.planner.estimate.estimate import predict_seconds
 from graphaccel.planner.estimate.estimated_memory import predict_memory
 from graphaccel.planner.plan.pins import RESHARDS
 from graphaccel.planner.plan.plan import Plan
-from graphaccel.planner.profile.stages import candidate_cuts
+from graphaccel.planner.profile.candidate_cuts import candidate_cuts
 from graphaccel.planner.search.recompute import block_options
 from graphaccel.planner.search.solve import Problem
 

@@ -13,9 +13,9 @@ import numpy as np
 from graphaccel.planner.cluster.cluster import Cluster
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.profile.axis_collectives import wires_of
+from graphaccel.planner.profile.candidate_cuts import stage_positions
 from graphaccel.planner.profile.efficiency import computing
 from graphaccel.planner.profile.profile import Parameter, Profile, SizedProfile
-from graphaccel.planner.profile.stages import stage_positions
 
 # Starting a stage's graph for one microbatch costs as much host time as starting some ops.
 _LAUNCHES_AN_ACTION = 10

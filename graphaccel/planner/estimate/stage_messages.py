@@ -12,8 +12,8 @@ from graphaccel.planner.cluster.communication import all_gather_seconds, link_be
 from graphaccel.planner.estimate.estimated_memory import in_parts
 from graphaccel.planner.plan.axis_order import number_of
 from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.profile.candidate_cuts import stage_positions
 from graphaccel.planner.profile.profile import Profile, SizedProfile
-from graphaccel.planner.profile.stages import stage_positions
 
 
 def device_number(plan: Plan, pipeline_rank: int, data_rank: int = 0) -> int:

@@ -15,11 +15,12 @@ that did not fit once built are left out.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from graphaccel.errors import BadPin, GraphAccelError, InfeasiblePlan
-from graphaccel.errors.messages import format_bytes
-from graphaccel.planner.cluster.cluster import MOST_DEVICES, Cluster, Collective, Link, OpTime
+from graphaccel.planner.cluster.cluster import Cluster
+from graphaccel.planner.explain.answers import Answer, Choice, Decision, Explanation
+from graphaccel.planner.explain.sensitivity import prices, shifts
 from graphaccel.planner.plan.axis_order import AXES
 from graphaccel.planner.plan.axis_orders import orders
 from graphaccel.planner.plan.base_plan import PRECISIONS
@@ -31,19 +32,15 @@ from graphaccel.planner.search.candidates import Shape, shapes, shard_sizes
 from graphaccel.planner.search.capabilities import offered
 from graphaccel.planner.search.offload_search import WORTH_COPIES, solve_as_needed
 from graphaccel.planner.search.reasons import (
-    as_corrected,
     fullest,
     lost_because,
     no_slower,
     seconds,
-    wider_cluster,
 )
 from graphaccel.planner.search.record import Record
 from graphaccel.planner.search.solve import Problem, excess
 from graphaccel.schedule.table import SCHEDULE_NAMES
 
-_GIB = 2**30
-_OFF = 0.1  # how far each rate of the calibration is moved
 _NEAR = 4  # values of a decision that are tried on either side of the chosen one
 _OF_THE_GRAPH = ("fusions", "outputs")  # pins that graphs are built for, before planning
 _SOLVED = frozenset(
@@ -51,82 +48,6 @@ _SOLVED = frozenset(
 )  # chosen when a candidate is solved
 
 Replan = Callable[[Mapping[str, object]], Plan]
-
-
-@dataclass(frozen=True)
-class Choice:
-    """One value of a decision and the best plan that has it.
-
-    name: of that plan, "" where there is none. seconds, peak: its prediction. reason: why it lost.
-    """
-
-    value: str
-    name: str
-    seconds: float | None
-    peak: int | None
-    reason: str
-
-
-@dataclass(frozen=True)
-class Decision:
-    """One decision: what was chosen, and the other values, best first."""
-
-    name: str
-    value: str
-    pinned: bool
-    others: tuple[Choice, ...]
-
-
-@dataclass(frozen=True)
-class Price:
-    """The value of one change of the problem. seconds: of the best plan then, name: that plan, ""
-    and None where nothing fits. gain: the share of the time it saves; negative where it costs."""
-
-    change: str
-    seconds: float | None
-    name: str
-    gain: float | None
-
-
-@dataclass(frozen=True)
-class Shift:
-    """One rate of the calibration moved. regret: by which share the chosen plan is then slower than
-    the best, `best`."""
-
-    rate: str
-    factor: float
-    regret: float
-    best: str
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """Why the plan was chosen."""
-
-    decisions: tuple[Decision, ...]
-    prices: tuple[Price, ...]
-    shifts: tuple[Shift, ...]
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Why not: the best plan under the asked pins against the chosen one.
-
-    verdict: "chosen", "slower", "as fast", "faster", "does not fit" or "can not be". terms: seconds
-    by cause, theirs: of the chosen plan. breakdown: bytes at the peak on `rank`. reason: in one
-    sentence.
-    """
-
-    asked: str
-    verdict: str
-    reason: str
-    name: str = ""
-    seconds: float | None = None
-    terms: Mapping[str, float] | None = None
-    theirs: Mapping[str, float] | None = None
-    peak: int | None = None
-    rank: int = 0
-    breakdown: Mapping[str, int] | None = None
 
 
 def why_not(
@@ -151,7 +72,7 @@ def why_not(
             return _against(record, plan, asked, replan(given), _cluster(record))
         pins = _pins(record, problem, given)
         outcome = solve_as_needed(problem, pins, record.batch)
-        best = _first(outcome.fitting, record)
+        best = record.first(outcome.fitting)
         if best is not None and _same(best, plan):
             best = plan  # whose memory is exact
         elif best is not None and record.refine is not None:
@@ -232,8 +153,8 @@ def explain(record: Record, plan: Plan) -> Explanation:
     problem = _problem(record)
     return Explanation(
         decisions=tuple(_decisions(record, problem, plan)),
-        prices=tuple(_prices(record, problem, plan)),
-        shifts=tuple(_shifts(record, problem, plan)),
+        prices=tuple(prices(record, problem, plan)),
+        shifts=tuple(shifts(record, problem, plan)),
     )
 
 
@@ -327,7 +248,7 @@ def _choice(record: Record, problem: Problem, plan: Plan, name: str, value: obje
         outcome = solve_as_needed(problem, wanted, record.batch)
     except GraphAccelError as error:
         return Choice(said, "", None, None, error.message().sentence)
-    best = _first(outcome.fitting, record)
+    best = record.first(outcome.fitting)
     found = best or outcome.closest
     if found is None:
         return Choice(said, "", None, None, "no plan")
@@ -341,109 +262,6 @@ def _choice(record: Record, problem: Problem, plan: Plan, name: str, value: obje
         numerics = "changes numerics: only when pinned" if name == "precision" else ""
         reason = no_slower(gain, "pinned otherwise" if pinned else numerics)
     return Choice(said, best.name, seconds(best), peak, reason)
-
-
-def _prices(record: Record, problem: Problem, plan: Plan) -> Iterator[Price]:
-    cluster = problem.cluster
-    step = 8 * _GIB if cluster.device.memory >= 16 * _GIB else cluster.device.memory // 10
-    for sign, extra in (("+", step), ("−", -step)):
-        changed = _device(cluster, memory=cluster.device.memory + extra)
-        yield _price(record, problem, plan, f"{sign}{format_bytes(step)} per device", changed)
-    for name, factor, changed in _rates(cluster, 2.0):
-        yield _price(record, problem, plan, f"{factor:g}x {name}", changed)
-    free = replace(record.pins, **{axis: None for axis in plan.mesh}, cuts=None)
-    assert record.problem is not None
-    asked = record.problem.cluster
-    if 2 * asked.count <= MOST_DEVICES:
-        wider, change = wider_cluster(asked, 2)
-        wider = as_corrected(wider, asked, cluster)
-        yield _price(record, problem, plan, change, wider, free)
-    double = 2 * record.batch
-    yield _price(record, problem, plan, f"batch {double}, for each example", cluster, batch=double)
-
-
-def _price(
-    record: Record,
-    problem: Problem,
-    plan: Plan,
-    change: str,
-    cluster: Cluster,
-    pins: Pins | None = None,
-    batch: int | None = None,
-) -> Price:
-    batch = record.batch if batch is None else batch
-    try:
-        outcome = solve_as_needed(
-            replace(problem, cluster=cluster), record.pins if pins is None else pins, batch
-        )
-    except GraphAccelError:
-        return Price(change, None, "", None)
-    best = _first(outcome.fitting, record)
-    if best is None:
-        return Price(change, None, "", None)
-    each = seconds(best) * record.batch / batch
-    return Price(change, seconds(best), best.name, 1 - each / seconds(plan))
-
-
-def _shifts(record: Record, problem: Problem, plan: Plan) -> Iterator[Shift]:
-    """The regret of the plan with each rate 10 % lower and higher."""
-    for factor in (1 - _OFF, 1 + _OFF):
-        for name, _, changed in _rates(problem.cluster, factor):
-            other = replace(problem, cluster=changed)
-            mine = seconds(other.predicted(plan, simulated=True))
-            best = _first(solve_as_needed(other, record.pins, record.batch).fitting, record)
-            if best is None:
-                continue
-            regret = max(0.0, mine / seconds(best) - 1)
-            yield Shift(name, factor, regret, plan.name if regret == 0 else best.name)
-
-
-def _rates(cluster: Cluster, factor: float) -> Iterator[tuple[str, float, Cluster]]:
-    """(name, factor, cluster) with one rate multiplied by `factor`, one after another."""
-    device = cluster.device
-    flops = {dtype: rate * factor for dtype, rate in device.peak_flops.items()}
-    counted = tuple(_quicker(row, factor) if row.flops else row for row in device.measured)
-    moved = tuple(row if row.flops else _quicker(row, factor) for row in device.measured)
-    bandwidth = device.memory_bandwidth * factor
-    yield "FLOP/s", factor, _device(cluster, peak_flops=flops, measured=counted)
-    yield "memory bandwidth", factor, _device(cluster, memory_bandwidth=bandwidth, measured=moved)
-    yield (
-        "launches per second",
-        factor,
-        _device(cluster, launch_seconds=device.launch_seconds / factor),
-    )
-    if cluster.count == 1:
-        return
-    inner = 1
-    for place, link in enumerate(cluster.links):
-        if inner >= cluster.count:
-            break
-        inner = link.size
-        for what, changed in (
-            ("bandwidth", _faster(link, bandwidth=factor)),
-            ("messages per second", _faster(link, messages=factor)),
-        ):
-            links = (*cluster.links[:place], changed, *cluster.links[place + 1 :])
-            yield f"{link.name} {what}", factor, replace(cluster, links=links)
-
-
-def _faster(link: Link, bandwidth: float = 1.0, messages: float = 1.0) -> Link:
-    """The link, and what was measured on it, with higher rates."""
-
-    def rates(of: Link | Collective) -> dict[str, float]:
-        hop = of.latency_seconds / messages
-        return {"latency_seconds": hop, "bandwidth": of.bandwidth * bandwidth}
-
-    measured = tuple(replace(row, **rates(row)) for row in link.measured)
-    return replace(link, measured=measured, **rates(link))
-
-
-def _quicker(row: OpTime, factor: float) -> OpTime:
-    return replace(row, seconds=row.seconds / factor)
-
-
-def _device(cluster: Cluster, **changes: object) -> Cluster:
-    return replace(cluster, device=replace(cluster.device, **changes))  # type: ignore[arg-type]
 
 
 def _problem(record: Record) -> Problem:
@@ -462,12 +280,6 @@ def _cluster(record: Record) -> Cluster:
 def _pins(record: Record, problem: Problem, given: Mapping[str, object]) -> Pins:
     step, count = problem.profile.step, problem.cluster.count
     return agreeing_pins(given, step, count, record.batch, problem.limits)
-
-
-def _first(fitting: list[Plan], record: Record) -> Plan | None:
-    """The best plan that was not refused once built."""
-    refused = record.refused
-    return next((plan for plan in fitting if plan.decided(notes=()) not in refused), None)
 
 
 def _same(plan: Plan, other: Plan) -> bool:

@@ -25,9 +25,9 @@ from graphaccel.planner.estimate.optimizer_time import least_optimizer
 from graphaccel.planner.plan.axis_orders import orders, usual_inside
 from graphaccel.planner.plan.pins import RESHARDS
 from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.profile.candidate_cuts import candidate_cuts
 from graphaccel.planner.profile.efficiency import computing
 from graphaccel.planner.profile.profile import Profile, SizedProfile
-from graphaccel.planner.profile.stages import candidate_cuts
 from graphaccel.planner.search.candidates import Layout, Shape
 from graphaccel.planner.search.data_axis_bounds import LeastMoved, least_moved
 from graphaccel.planner.search.recompute import least_saved

@@ -18,7 +18,7 @@ from itertools import combinations, product
 from graphaccel.planner.plan.axis_orders import orders
 from graphaccel.planner.plan.pins import Pins
 from graphaccel.planner.plan.plan import Plan
-from graphaccel.planner.profile.stages import candidate_cuts
+from graphaccel.planner.profile.candidate_cuts import candidate_cuts
 from graphaccel.planner.search.bounds import Bounds, columns
 from graphaccel.planner.search.candidates import WORTH, Layout, Shape, plain
 from graphaccel.planner.search.reasons import mesh_key, seconds

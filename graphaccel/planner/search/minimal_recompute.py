@@ -20,8 +20,8 @@ from graphaccel.planner.estimate.estimated_memory import predict_memory
 from graphaccel.planner.estimate.optimizer_memory import Stepping
 from graphaccel.planner.estimate.stage_costs import held_together, sized_for
 from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.profile.candidate_cuts import stage_positions
 from graphaccel.planner.profile.profile import Profile, SizedProfile
-from graphaccel.planner.profile.stages import stage_positions
 from graphaccel.planner.search.recompute import BlockOption, Item, Knapsack
 
 Choice = dict[str, tuple[str, ...]]

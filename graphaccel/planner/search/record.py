@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -59,6 +59,10 @@ class Record:
         self.done, self.bound = done, bound
         if self.watch is not None:
             self.watch(self)
+
+    def first(self, fitting: Sequence[Plan]) -> Plan | None:
+        """The best of these plans that was not refused once built."""
+        return next((p for p in fitting if p.decided(notes=()) not in self.refused), None)
 
     def incumbent(self) -> Plan | None:
         """The fastest plan that fits so far, its certificate with the gap; None if there is none.
