@@ -112,6 +112,13 @@ def _add_plan(commands: Commands) -> None:
     plan.add_argument("--cluster", type=Path, metavar="FILE", help="devices and links from a file")
     plan.add_argument("--memory", type=byte_count, metavar="SIZE", help="of one device: 80GiB")
     plan.add_argument("--batch", type=positive, metavar="N", help="global batch size")
+    _add_outputs(plan)
+    add_pins(plan)
+    plan.set_defaults(run_command=_plan, usage_error=plan.error)
+
+
+def _add_outputs(plan: argparse.ArgumentParser) -> None:
+    """The options of `plan` that say what to show or save."""
     out = plan.add_argument_group("what to show")
     out.add_argument("--json", type=_output, metavar="FILE", help="save the plan")
     out.add_argument(
@@ -156,8 +163,6 @@ def _add_plan(commands: Commands) -> None:
     out.add_argument(
         "--compare", nargs=2, type=Path, metavar="FILE", help="two saved plans instead of a model"
     )
-    add_pins(plan)
-    plan.set_defaults(run_command=_plan, usage_error=plan.error)
 
 
 def _add_tokenize(commands: Commands) -> None:

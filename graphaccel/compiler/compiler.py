@@ -20,7 +20,7 @@ from graphaccel.compiler.capture_context import no_collections
 from graphaccel.compiler.captures import Captures
 from graphaccel.compiler.model import Model, tensor_bytes
 from graphaccel.compiler.ort_regions import Regions
-from graphaccel.compiler.probe_routing import fullest_memory, share_of, tried_choices
+from graphaccel.compiler.probe_routing import TriedChoices, fullest_memory, share_of, tried_choices
 from graphaccel.compiler.profile_graph import localised
 from graphaccel.compiler.programs import Target, build, placed_programs
 from graphaccel.errors import BatchNotDivisible, GraphAccelError, NoLoss, PlanMismatch
@@ -93,7 +93,7 @@ class Compiler:
             self.captures.splits = lambda step: not mixes_examples(step)
         self._layouts: dict[str, Layouts] = {}
         self.regions = Regions()
-        self._choices: dict[Any, tuple[Chosen, ...] | str] = {}
+        self._choices: dict[Any, TriedChoices] = {}
 
     def with_pins(self, pins: Mapping[str, Any]) -> Compiler:
         """A compiler with these pins, which shares the captures."""
@@ -302,15 +302,14 @@ class Compiler:
         key = step.fingerprint, plan.data, plan.microbatches, plan.expert
         if key not in self._choices:
             self._choices[key] = tried_choices(step, self.model.module, batch, plan, sizes)
-        found = self._choices[key]
-        return () if isinstance(found, str) else found
+        return self._choices[key].chosen
 
     def _assumed(self, step: StepGraph, plan: Plan) -> tuple[str, ...]:
         """Why an even choice of experts is assumed, if it is."""
         found = self._choices.get((step.fingerprint, plan.data, plan.microbatches, plan.expert))
-        if not isinstance(found, str):
+        if found is None or not found.unknown:
             return ()
-        return (f"an even choice of experts is assumed: {found}",)
+        return (f"an even choice of experts is assumed: {found.unknown}",)
 
     def _stand_in(self) -> tuple[str, ...]:
         """Which device's rates are planned with, where the detected device has none of its own."""

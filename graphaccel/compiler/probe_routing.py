@@ -8,7 +8,7 @@ the experts may get two thirds of the tokens.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -36,63 +36,119 @@ AFFORDED = {"cpu": 2e11, "cuda": 2e14}
 """FLOPs that may be spent on this, by the model's device: a few seconds on either."""
 
 
+@dataclass(frozen=True)
+class TriedChoices:
+    """chosen: by block, the experts that tokens choose. unknown: why they are not known, or "": an
+    even choice is then assumed."""
+
+    chosen: tuple[Chosen, ...] = ()
+    unknown: str = ""
+
+
+class _Unknown(Exception):
+    """The choices can not be tried; its text says why."""
+
+
 def tried_choices(
     step: StepGraph,
     module: nn.Module,
     batch: Batch,
     plan: Plan,
     sizes: Mapping[sympy.Symbol, int],
-) -> tuple[Chosen, ...] | str:
-    """The choices of the tokens of `batch`, or why they are not known: an even choice is then
-    assumed.
+) -> TriedChoices:
+    """The choices of the tokens of `batch`.
 
     Of the microbatches of a data rank, the one counts in which a device was chosen most. sizes:
     symbolic sizes of the batch. No weight, buffer or random generator state changes.
     """
-    held = {
-        "parameter": dict(module.named_parameters(remove_duplicate=False)),
-        "buffer": dict(module.named_parameters(remove_duplicate=False))  # frozen and updated
-        | dict(module.named_buffers(remove_duplicate=False)),
-        "constant": step.forward.constants,
-    }
-    tensors = [t for kind in held.values() for t in kind.values()]
-    if any(t.is_meta or isinstance(t, FakeTensor) for t in (*tensors, *batch.tensors.values())):
-        return "the model or its batch has no data"
-    parts, at = plan.data * plan.microbatches, dict(sizes)
-    if parts > 1:
-        if sizes.get(BATCH, 1) % parts:
-            return f"a batch of {sizes.get(BATCH, 1)} can not be tried in {parts} parts"
-        at[BATCH] = sizes[BATCH] // parts
-    device = next(iter(held["parameter"].values())).device
-    afforded, whole = AFFORDED.get(device.type, 0.0), Sizes(sizes)
-    ahead = [(n, k) for n, k in distinct_nodes(step.graph) if n.meta.get("phase") == "forward"]
-    flops = sum(count * node_flops(node, whole) for node, count in ahead)
-    if flops > afforded:
-        return f"a forward takes {flops:.0e} FLOPs, and {afforded:.0e} are spent on it at most"
-    alone = replace(plan, data=1, microbatches=1, batch=at.get(BATCH, plan.batch))
-    routes, chosen = _routes(exact_microbatch(step, alone, at).graph)
-    counted: dict[str, list[list[torch.Tensor]]] = {}
-    with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
-        for part in range(parts):
-            size = at[BATCH] if parts > 1 else None
-            values = _inputs(step, held, batch, part, size, device)
-            try:
-                found = _interpreted(routes, values)
-            except torch.OutOfMemoryError:
-                return f"the model and {alone.batch} examples do not fit on one {device.type}"
-            except RuntimeError as error:  # no kernel for this dtype, no memory on the host, ...
-                return f"trying failed, {(str(error) or type(error).__name__).splitlines()[0]}"
-            for (block, count), experts in zip(chosen, found, strict=True):
-                if count % plan.expert:
-                    continue  # these experts are not sharded
-                rows = torch.bincount(experts.flatten(), minlength=count).cpu()
-                shares = rows.view(plan.expert, -1).sum(1) * plan.expert / experts.numel()
-                of_data = counted.setdefault(block, [[] for _ in range(plan.data)])
-                of_data[part // plan.microbatches].append(shares)
-    return tuple(
-        Chosen(block, tuple(tuple(torch.stack(tried).amax(0).tolist()) for tried in of_data))
-        for block, of_data in counted.items()
-    )
+    try:
+        return TriedChoices(_Trial(step, module, batch, plan, sizes).chosen())
+    except _Unknown as reason:
+        return TriedChoices(unknown=str(reason))
+
+
+class _Trial:
+    """A forward of the routers, for each part of the batch."""
+
+    def __init__(
+        self,
+        step: StepGraph,
+        module: nn.Module,
+        batch: Batch,
+        plan: Plan,
+        sizes: Mapping[sympy.Symbol, int],
+    ) -> None:
+        self.step, self.batch, self.plan, self.sizes = step, batch, plan, sizes
+        self.held: dict[str, Mapping[str, Any]] = {
+            "parameter": dict(module.named_parameters(remove_duplicate=False)),
+            "buffer": dict(module.named_parameters(remove_duplicate=False))  # frozen and updated
+            | dict(module.named_buffers(remove_duplicate=False)),
+            "constant": step.forward.constants,
+        }
+        self.parts = plan.data * plan.microbatches
+
+    def chosen(self) -> tuple[Chosen, ...]:
+        """The choices. Raises _Unknown."""
+        at = self._part_sizes()
+        device = next(iter(self.held["parameter"].values())).device
+        self._check_affordable(device)
+        plan = self.plan
+        alone = replace(plan, data=1, microbatches=1, batch=at.get(BATCH, plan.batch))
+        routes, chosen = _routes(exact_microbatch(self.step, alone, at).graph)
+        counted: dict[str, list[list[torch.Tensor]]] = {}
+        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+            for part in range(self.parts):
+                size = at[BATCH] if self.parts > 1 else None
+                values = _inputs(self.step, self.held, self.batch, part, size, device)
+                found = self._run(routes, values, alone.batch, device)
+                for (block, count), experts in zip(chosen, found, strict=True):
+                    if count % plan.expert:
+                        continue  # these experts are not sharded
+                    rows = torch.bincount(experts.flatten(), minlength=count).cpu()
+                    shares = rows.view(plan.expert, -1).sum(1) * plan.expert / experts.numel()
+                    of_data = counted.setdefault(block, [[] for _ in range(plan.data)])
+                    of_data[part // plan.microbatches].append(shares)
+        return tuple(
+            Chosen(block, tuple(tuple(torch.stack(tried).amax(0).tolist()) for tried in of_data))
+            for block, of_data in counted.items()
+        )
+
+    def _part_sizes(self) -> dict[sympy.Symbol, int]:
+        """Symbolic sizes of one part of the batch. Raises _Unknown without data, or parts."""
+        tensors = [t for kind in self.held.values() for t in kind.values()]
+        given = (*tensors, *self.batch.tensors.values())
+        if any(t.is_meta or isinstance(t, FakeTensor) for t in given):
+            raise _Unknown("the model or its batch has no data")
+        size, at = self.sizes.get(BATCH, 1), dict(self.sizes)
+        if self.parts > 1:
+            if size % self.parts:
+                raise _Unknown(f"a batch of {size} can not be tried in {self.parts} parts")
+            at[BATCH] = self.sizes[BATCH] // self.parts
+        return at
+
+    def _check_affordable(self, device: torch.device) -> None:
+        """Raises _Unknown where a forward takes too long."""
+        afforded, whole = AFFORDED.get(device.type, 0.0), Sizes(self.sizes)
+        nodes = distinct_nodes(self.step.graph)
+        ahead = [(n, count) for n, count in nodes if n.meta.get("phase") == "forward"]
+        flops = sum(count * node_flops(node, whole) for node, count in ahead)
+        if flops > afforded:
+            said = f"a forward takes {flops:.0e} FLOPs, and {afforded:.0e} are spent on it at most"
+            raise _Unknown(said)
+
+    @staticmethod
+    def _run(
+        routes: fx.GraphModule, values: list[Any], examples: int, device: torch.device
+    ) -> Sequence[torch.Tensor]:
+        """The results of the routers. Raises _Unknown where they do not run."""
+        try:
+            return _interpreted(routes, values)
+        except torch.OutOfMemoryError as error:
+            said = f"the model and {examples} examples do not fit on one {device.type}"
+            raise _Unknown(said) from error
+        except RuntimeError as error:  # no kernel for this dtype, no memory on the host, ...
+            said = (str(error) or type(error).__name__).splitlines()[0]
+            raise _Unknown(f"trying failed, {said}") from error
 
 
 def _inputs(

@@ -106,23 +106,32 @@ class Shardable:
         for n in self.calls:
             for value in (*self._reads[n], *self._gives[n]):
                 self._touched.setdefault(value, []).append(n)
-        self.heads, self.inner = ByHeads(), inner
-        self.context_by = context_by if axis == "context" else ""
-        if axis == "context" and context_by != "sequence":
-            self.heads = by_heads(self.calls, self._reads, self._gives, ranks, inner)
-            if context_by == "heads" and not self.heads.calls:
-                over = f"context={ranks} x tensor={inner}"
-                raise HeadsDoNotDivide(f"there is no attention whose heads divide by {over}")
+        self.inner, self.context_by = inner, context_by if axis == "context" else ""
+        self.heads = self._heads(context_by)
         self._stale = set(self.calls)  # calls with shards that are not spread yet
         self._seed()
+        self._spread_all()
+        for node in self.calls:
+            self.rows[node] = self._rows(node)
+
+    def _heads(self, context_by: str) -> ByHeads:
+        """Where attention can be sharded by heads on the context axis. Raises HeadsDoNotDivide."""
+        if self.axis != "context" or context_by == "sequence":
+            return ByHeads()
+        found = by_heads(self.calls, self._reads, self._gives, self.ranks, self.inner)
+        if context_by == "heads" and not found.calls:
+            over = f"context={self.ranks} x tensor={self.inner}"
+            raise HeadsDoNotDivide(f"there is no attention whose heads divide by {over}")
+        return found
+
+    def _spread_all(self) -> None:
+        """Spread shards over the strategies of calls until nothing new follows."""
         for _ in range(_ROUNDS):
             if not self._stale:
                 break
             for node in (*self.calls, *reversed(self.calls)):
                 if node in self._stale:
                     self._spread(node)
-        for node in self.calls:
-            self.rows[node] = self._rows(node)
 
     def resting_places(self, node: fx.Node) -> tuple[Placement, ...]:
         """The possible placements of a parameter or buffer: its pin, or replicated and its
