@@ -88,7 +88,7 @@ def _opened(value: Any, outer: frozenset[int]) -> Any:
 
 
 def _opened_leaf(leaf: Any, outer: frozenset[int]) -> Any:
-    if isinstance(leaf, _CLOSED) or id(leaf) in outer:
+    if isinstance(leaf, _CLOSED) or id(leaf) in outer or _is_cache(leaf):
         return leaf
     outer = outer | {id(leaf)}
     attributes = {k: _opened(v, outer) for k, v in _attributes(leaf).items()}
@@ -97,6 +97,12 @@ def _opened_leaf(leaf: Any, outer: frozenset[int]) -> Any:
     if not any(isinstance(x, torch.Tensor) for x in held):
         return leaf
     return _Opened(type(leaf), items, attributes)
+
+
+def _is_cache(leaf: Any) -> bool:
+    """Whether a leaf holds keys and values for generation: a training step has no use for them,
+    and as outputs they would differ from layer to layer."""
+    return any(kind.__module__ == "transformers.cache_utils" for kind in type(leaf).__mro__)
 
 
 def _attributes(value: Any) -> dict[str, Any]:
