@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import getattr_static
 from typing import Any
 
 import torch
@@ -54,4 +55,4 @@ def set_hooks_again(tensor: torch.Tensor) -> None:
 
 def data_of(tensor: torch.Tensor) -> torch.Tensor:
     """`Tensor.data`, of a subclass that has a property of that name."""
-    return torch.Tensor.data.__get__(tensor)
+    return getattr_static(torch.Tensor, "data").__get__(tensor)
