@@ -59,10 +59,10 @@ def ensure_launched(devices: int, world: int | None = None) -> None:
         check_devices(int(os.environ.get("LOCAL_WORLD_SIZE", started)))
         return
     devices = _on_this_machine(devices)
-    if not _restartable():
-        raise NeedsLauncher(devices=devices, command=_command(devices))
     if "torch" in sys.modules:  # otherwise each rank checks: not worth 6 s of imports before exec
         check_devices(devices)
+    if not _restartable():
+        raise NeedsLauncher(devices=devices, command=_command(devices))
     arguments = ["-m", "graphaccel.runtime.launch", str(devices), sys.executable]
     print(
         f"graphaccel: restarting this script as {devices} processes (as {_command(devices)} does)",

@@ -298,8 +298,12 @@ error[GA205]: 9999 devices asked for, {here} available (no CUDA device; 4 proces
 
 
 def test_batch_norm_is_not_microbatched() -> None:
-    text = """\
+    number = Normed.forward.__code__.co_firstlineno + 1
+    text = f"""\
 error[GA207]: the batch can not be split over the microbatch axis: aten._native_batch_norm_legit_functional.default in `norm` needs the whole batch
+  --> test_bad_input_plan.py:{number}
+{number:>5} |         return F.cross_entropy(self.out(self.norm(x)), y)
+      |         ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
   why:  it mixes the examples of a batch, and what follows holds 99% of the model's parameters
   help: keep the batch whole on this axis:  microbatches=1
   explain: graphaccel explain GA207"""
