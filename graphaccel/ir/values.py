@@ -45,7 +45,7 @@ class _Values(fx.Interpreter):
         try:
             key = n.target, self._described(n.args), self._described(tuple(n.kwargs.items()))
             hash(key)
-        except TypeError:  # a value without a hash, a symbolic size
+        except TypeError:  # a value without a hash, a symbolic number
             return None
         return key
 
@@ -59,6 +59,8 @@ class _Values(fx.Interpreter):
                     value.storage_offset(), value.is_conj(), value.is_neg())  # fmt: skip
         if isinstance(value, (tuple, list)):
             return type(value), *map(self._described, value)
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            raise TypeError("a comparison would fix it")
         return type(value), value
 
 
