@@ -26,7 +26,7 @@ from graphaccel.api import full_state_dict, optimize
 from graphaccel.checkpoint.load import load
 from graphaccel.checkpoint.save import save
 from graphaccel.errors import GraphMisuse
-from graphaccel.integrations.one_process import start
+from graphaccel.integrations.one_process import start, with_precision
 
 _REPLACED = {  # argument of Accelerator → what to write instead
     "deepspeed_plugin": 'optimize={"zero": 3}',
@@ -129,13 +129,7 @@ def _pins_of(arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[
             )
     given = arguments.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION")
     asked = _PRECISION.get(str(given or "no"), given)
-    if asked and settings.get("precision") not in (None, asked):
-        raise GraphMisuse(
-            what=f"Accelerator(mixed_precision={asked!r}), but "
-            f"optimize={{'precision': {settings['precision']!r}}}",
-            help_line=f"leave one out, or pin the same:  optimize={{'precision': '{asked}'}}",
-        )
-    return {**settings, "precision": asked} if asked else dict(settings)
+    return with_precision(settings, asked, f"Accelerator(mixed_precision={asked!r})")
 
 
 def _is_trained(model: nn.Module) -> bool:

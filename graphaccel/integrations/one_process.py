@@ -19,6 +19,7 @@ from accelerate.state import AcceleratorState, PartialState
 
 from graphaccel.api import start_ranks
 from graphaccel.arguments import read_plan
+from graphaccel.errors import GraphMisuse
 
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
@@ -35,6 +36,19 @@ def start(settings: Mapping[str, Any]) -> tuple[dict[str, Any], PartialState]:
         settings.get("timeout", 600.0),
     )
     return {**settings, "devices": count}, as_one_process(device)
+
+
+def with_precision(settings: Mapping[str, Any], asked: str | None, argument: str) -> dict[str, Any]:
+    """The arguments of `optimize` with the precision that an argument of the library asks for.
+
+    Raises GraphMisuse (GA407) where `settings` pin another.
+    """
+    if asked and settings.get("precision") not in (None, asked):
+        raise GraphMisuse(
+            what=f"{argument}, but optimize={{'precision': {settings['precision']!r}}}",
+            help_line=f"leave one out, or pin the same:  optimize={{'precision': '{asked}'}}",
+        )
+    return {**settings, "precision": asked} if asked else dict(settings)
 
 
 def as_one_process(device: torch.device) -> PartialState:

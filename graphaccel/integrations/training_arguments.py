@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from graphaccel.errors import GraphMisuse
+from graphaccel.integrations.one_process import with_precision
 
 _REPLACED = {  # set in TrainingArguments → what to write instead
     "deepspeed": 'optimize={"zero": 3}',
@@ -33,11 +34,6 @@ def pins_of(args: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
                 help_line=f"leave it out; the plan's own is:  {instead}",
             )
     asked = "bf16" if args.bf16 else "fp16" if args.fp16 else None
-    pinned = settings.get("precision")
-    if asked and pinned not in (None, asked):
-        raise GraphMisuse(
-            what=f"TrainingArguments({asked}=True), but optimize={{'precision': {pinned!r}}}",
-            help_line=f"leave one out, or pin the same:  optimize={{'precision': '{asked}'}}",
-        )
+    pins = with_precision(settings, asked, f"TrainingArguments({asked}=True)")
     args.mixed_precision = "no"
-    return {**settings, "precision": asked} if asked else dict(settings)
+    return pins
