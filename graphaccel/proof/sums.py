@@ -27,12 +27,12 @@ def sums_of(tensor: Tensor, layout: Layout | None = None) -> Sums:
     else:
         whole = _direction(0, layout.shape.numel(), tensor.device).view(layout.shape)
         parts, along = [flat], iter([layout.own(whole).reshape(-1)])
-    squares = products = 0.0
+    squares = dots = 0.0
     for part, direction in zip(parts, along, strict=True):
         wide = part.double()
         squares += float(wide.dot(wide))
-        products += float(wide.dot(direction))
-    return squares, products
+        dots += float(wide.dot(direction))
+    return squares, dots
 
 
 def _chunk(tiles: int) -> int:
