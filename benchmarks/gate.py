@@ -27,7 +27,9 @@ from triton.compiler import ASTSource
 
 from benchmarks.common import RESULTS
 from graphaccel.errors.messages import columns
-from graphaccel.kernels import (
+from graphaccel.kernels.jit import next_power_of_2, warps
+from graphaccel.kernels.multi_tensor import triton_kernels as steps
+from graphaccel.kernels.ops import (
     cross_entropy,
     rotary,
     row_norm,
@@ -35,8 +37,6 @@ from graphaccel.kernels import (
     softmax,
     softmax_dropout,
 )
-from graphaccel.kernels import multi_tensor_triton as steps
-from graphaccel.kernels.jit import next_power_of_2, warps
 
 _REGISTERS = 65536  # of a multiprocessor, all three generations
 _FEWEST_WARPS = 16  # of 64: enough loads in flight for a kernel that waits for memory

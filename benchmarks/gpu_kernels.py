@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from graphaccel.kernels.attention_cuda import attention, attention_backward
 from graphaccel.kernels.check.numbers import check_numbers
-from graphaccel.kernels.multi_tensor import AdamRule, Around, MultiTensor, SGDRule
+from graphaccel.kernels.multi_tensor.steps import AdamRule, Around, MultiTensor, SGDRule
+from graphaccel.kernels.ops.attention_cuda import attention, attention_backward
 from graphaccel.kernels.register import op_of, parameters, tensors
 from graphaccel.kernels.registry import fusions
 from graphaccel.kernels.spec import Fusion
@@ -205,9 +205,9 @@ def _sides(fusion: Fusion, scale: Scale) -> dict[str, Callable[[dict[str, Any]],
 
 
 def attention_faults(device: str) -> list[Fault]:
-    """`kernels.attention_cuda`, forward and backward, against float64: no further off than twice
-    torch's own attention in the same dtype, and two units in the last place of the largest; in
-    float64, where the two only sum in another order, than 1e-12 of that."""
+    """`kernels.ops.attention_cuda`, forward and backward, against float64: no further off than
+    twice torch's own attention in the same dtype, and two units in the last place of the largest;
+    in float64, where the two only sum in another order, than 1e-12 of that."""
     found: list[Fault] = []
     dtypes = (torch.float64,)
     if device == "cuda":

@@ -22,7 +22,7 @@ from benchmarks import predicted
 from benchmarks.common import RESULTS
 from graphaccel.cli.measure import measure
 from graphaccel.planner.cluster.catalogue import cluster
-from graphaccel.runtime.host_pages import KEEP
+from graphaccel.runtime.host_memory.reuse import KEEP
 
 SIDES = {"kept": "1", "given back": "0"}
 

@@ -4,7 +4,7 @@ against `torch.optim.AdamW(fused=True)`.
 graphaccel's side is a plain `AdamW(...)`, as a script has it, with the hooks that `optimize` puts
 around it. Both sides step the same weights with the same gradients, in turn, each with the moments
 that it made itself: both move 28 bytes a weight, and how fast memory is depends on its pages
-(`runtime.large_pages`).
+(`runtime.host_memory.large_pages`).
 """
 
 from __future__ import annotations

@@ -58,7 +58,8 @@ CASES = {
     "405b-4096": _llama_405b(4096, llama3=_mesh(8, 16), nvidia=_mesh(8, 8, 2)),
     "405b-16384": _llama_405b(16384, llama3=_mesh(8, 16)),
     # NVIDIA/dgxc-benchmarking v25.02, nemo_megatron/README_175b.md, the row of 1,024 H100s, whose
-    # batch is 2048: as long as a sequence, of which capturing takes a minute (`capture.causal`).
+    # batch is 2048: as long as a sequence, of which capturing takes a minute
+    # (`capture.canonical.causal`).
     "gpt3-175b-1024": Case(
         "gpt3-175b", 1024, 1536, 2048, 96, 1, {"nvidia": _mesh(4, 8), "usual": _mesh(8, 8)}
     ),

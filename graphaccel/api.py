@@ -32,7 +32,7 @@ from graphaccel.arguments import (
 )
 from graphaccel.capture.batch import flatten_call
 from graphaccel.capture.batch_dims import BatchDims, check_batch_dims
-from graphaccel.capture.export import LossFn, split_targets
+from graphaccel.capture.export.export import LossFn, split_targets
 from graphaccel.compiler.compiler import Compiler
 from graphaccel.compiler.model import as_batch, check_supported, model_of, tensor_bytes
 from graphaccel.errors import GraphMisuse

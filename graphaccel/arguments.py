@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
-from graphaccel.capture.export import OUTSIDE
+from graphaccel.capture.export.export import OUTSIDE
 from graphaccel.compat.torch.modules import is_compiled
 from graphaccel.compiler.model import check_parameters
 from graphaccel.errors import BadPin, GraphMisuse, HookNotKept

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from graphaccel.capture.export import LossFn
+from graphaccel.capture.export.export import LossFn
 from graphaccel.compiler.captures import Captures
 from graphaccel.compiler.model import as_batch, check_supported, model_of
 from graphaccel.proof.comparison import pair_of

@@ -13,8 +13,8 @@ from torch import nn
 
 from graphaccel.arguments import FIRST_STEP, check_hooks
 from graphaccel.capture.batch import Batch, flatten_call
-from graphaccel.capture.export import split_targets
-from graphaccel.capture.outputs import output_names
+from graphaccel.capture.export.export import split_targets
+from graphaccel.capture.export.outputs import output_names
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.compat.torch import pytree
 from graphaccel.compiler.capture_context import without_autocast
@@ -42,7 +42,7 @@ from graphaccel.runtime.deferred import RECORD
 from graphaccel.runtime.dropped import Dropped, drop_left
 from graphaccel.runtime.execution.parts import in_order
 from graphaccel.runtime.execution.state import StepResult
-from graphaccel.runtime.inductor import StageCompiler, check_compiler
+from graphaccel.runtime.inductor.compile import StageCompiler, check_compiler
 from graphaccel.runtime.init_tape import Record
 from graphaccel.runtime.loss_guard import IGNORE, LossGuard
 from graphaccel.runtime.loss_scale import LossScale

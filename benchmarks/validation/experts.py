@@ -18,7 +18,7 @@ from benchmarks.validation.rows import TENSOR_LINK, Run
 from benchmarks.validation.state_space import between_bytes
 from benchmarks.validation.systems import SCHEDULED
 from graphaccel.capture.symbols import BATCH
-from graphaccel.kernels.expert_rows import EXCHANGE
+from graphaccel.kernels.ops.expert_rows import EXCHANGE
 from graphaccel.planner.cluster.catalogue import LAUNCH_SECONDS
 from graphaccel.planner.cluster.cluster import Cluster, Device
 from graphaccel.planner.cluster.communication import all_to_all_seconds, exposed_seconds

@@ -9,7 +9,7 @@ import torch
 from benchmarks.validation.mixtures import MIXTURES
 from benchmarks.validation.rows import Run
 from graphaccel.capture.symbols import BATCH
-from graphaccel.kernels.experts import PRODUCT as EXPERT_PRODUCT
+from graphaccel.kernels.ops.experts import PRODUCT as EXPERT_PRODUCT
 from graphaccel.kernels.register import fusion_of
 from graphaccel.planner.cluster.cluster import Cluster
 from graphaccel.planner.plan.plan import Plan

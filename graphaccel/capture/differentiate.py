@@ -20,11 +20,11 @@ from torch.func import functionalize
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from graphaccel.capture.blocks import block_of
-from graphaccel.capture.export import ForwardGraph, GraphInput, GraphOutput
+from graphaccel.capture.export.export import ForwardGraph, GraphInput, GraphOutput
+from graphaccel.capture.export.watch import INSIDE
 from graphaccel.capture.functional import SharedWrite, without_writes
+from graphaccel.capture.layers.blocks import block_of
 from graphaccel.capture.trace import Answers, NotTraced, trace
-from graphaccel.capture.watch import INSIDE
 from graphaccel.compat.torch.fakes import fake_mode_of
 from graphaccel.compat.torch.modes import without_modes
 from graphaccel.compat.torch.onednn import without_onednn

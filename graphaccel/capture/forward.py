@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from graphaccel.capture.batch import Batch
 from graphaccel.capture.canonical.canonicalise import canonicalise
-from graphaccel.capture.export import ForwardGraph, LossFn, export_forward
+from graphaccel.capture.export.export import ForwardGraph, LossFn, export_forward
 from graphaccel.capture.trace import Answers
 from graphaccel.compat.torch.fakes import fake_mode_of
 from graphaccel.ir.place import place

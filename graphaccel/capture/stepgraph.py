@@ -14,22 +14,22 @@ from torch import fx, nn
 
 from graphaccel.capture.batch import Batch, batch_size, resized, sequence_leaves, without_aliases
 from graphaccel.capture.batch_dims import assignments
-from graphaccel.capture.blocks import Block, block_of, find_blocks
 from graphaccel.capture.differentiate import differentiate, tangent_inputs
-from graphaccel.capture.export import (
+from graphaccel.capture.export.export import (
     ForwardGraph,
     GraphInput,
     GraphOutput,
     LossFn,
 )
 from graphaccel.capture.forward import forward_graph, tied_names
-from graphaccel.capture.replicate import (
+from graphaccel.capture.layers.blocks import Block, block_of, find_blocks
+from graphaccel.capture.layers.replicate import (
     repeated_blocks,
     repeated_forward,
     repeated_joint,
     repeated_sizes,
 )
-from graphaccel.capture.runs import find_runs, prove_repeats, shortened
+from graphaccel.capture.layers.runs import find_runs, prove_repeats, shortened
 from graphaccel.capture.symbols import (
     BATCH,
     SEQUENCE,

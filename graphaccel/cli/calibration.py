@@ -29,7 +29,7 @@ from torch import fx
 
 import graphaccel
 from graphaccel.capture.batch import batch_leaves
-from graphaccel.capture.export import find_loss
+from graphaccel.capture.export.export import find_loss
 from graphaccel.cli.jobs import find_job
 from graphaccel.cli.measure import materialise, random_batch
 from graphaccel.errors import GraphMisuse

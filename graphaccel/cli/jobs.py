@@ -19,7 +19,7 @@ from graphaccel.api import PLAN_ONLY, PlanRequested
 from graphaccel.arguments import check_job
 from graphaccel.capture.batch import Batch
 from graphaccel.capture.batch_dims import BatchDims, check_batch_dims
-from graphaccel.capture.export import LossFn
+from graphaccel.capture.export.export import LossFn
 from graphaccel.compiler.model import as_batch
 from graphaccel.errors import GraphMisuse
 from graphaccel.runtime.module import original_class

@@ -28,8 +28,8 @@ from torch import nn
 import graphaccel
 from graphaccel.api import cluster_here
 from graphaccel.capture.batch import Batch, resized
-from graphaccel.capture.export import OUTSIDE, find_loss
-from graphaccel.capture.outputs import flatten_output
+from graphaccel.capture.export.export import OUTSIDE, find_loss
+from graphaccel.capture.export.outputs import flatten_output
 from graphaccel.cli.jobs import Job, find_job
 from graphaccel.errors import GraphMisuse
 from graphaccel.planner.plan.axis_order import coordinates

@@ -15,13 +15,13 @@ from torch import nn
 
 from graphaccel.capture.batch import Batch, batch_leaves, batch_size, sequence_leaves
 from graphaccel.capture.batch_dims import given_dims
-from graphaccel.capture.carried import Path
-from graphaccel.capture.export import export_forward
-from graphaccel.capture.numbers import same_but_numbers
-from graphaccel.capture.observe import Observed, observe
+from graphaccel.capture.export.export import export_forward
+from graphaccel.capture.export.weights import layout_of
+from graphaccel.capture.state.carried import Path
+from graphaccel.capture.state.numbers import same_but_numbers
+from graphaccel.capture.state.observe import Observed, observe
 from graphaccel.capture.stepgraph import MANY, StepGraph, capture
 from graphaccel.capture.symbols import BATCH, SEQUENCE
-from graphaccel.capture.weights import layout_of
 from graphaccel.compat.torch import pytree
 from graphaccel.compat.torch.fakes import FakeTensor, FakeTensorMode
 from graphaccel.compiler.capture_context import no_collections, without_autocast

@@ -27,7 +27,7 @@ from graphaccel.errors import BatchNotDivisible, GraphAccelError, NoLoss, PlanMi
 from graphaccel.errors.messages import format_bytes
 from graphaccel.ir.program import Sharded, StepProgram
 from graphaccel.kernels.registry import enabled, without_tensor_axis
-from graphaccel.passes.exact_microbatch import mixes_examples, split_limits
+from graphaccel.passes.microbatch.exact_microbatch import mixes_examples, split_limits
 from graphaccel.passes.pipeline import placed_fusions, prepared
 from graphaccel.passes.place_ort import Tools
 from graphaccel.planner.cluster.cluster import Cluster, cluster_name
@@ -48,7 +48,7 @@ from graphaccel.report.fused import chunk_notes, fusion_notes
 from graphaccel.report.rules import every_rule, missing, missing_note, priced_rules
 from graphaccel.runtime.cuda_graphs import fixed_bytes
 from graphaccel.runtime.cuda_graphs import notes as graph_notes
-from graphaccel.runtime.inductor_partition import notes as compile_notes
+from graphaccel.runtime.inductor.partition import notes as compile_notes
 from graphaccel.schedule.communicate import with_communication
 from graphaccel.schedule.table import Schedule, with_head
 from graphaccel.schedule.table import build as build_schedule

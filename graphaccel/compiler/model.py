@@ -13,8 +13,8 @@ from torch.nn.parameter import is_lazy
 
 from graphaccel.capture.batch import Batch, as_call, flatten_call
 from graphaccel.capture.batch_dims import BatchDims
-from graphaccel.capture.closures import copied, held_by_module, memory_of
-from graphaccel.capture.export import LossFn
+from graphaccel.capture.export.export import LossFn
+from graphaccel.capture.state.closures import copied, held_by_module, memory_of
 from graphaccel.compat.torch.fakes import FakeTensorMode
 from graphaccel.compiler.probe_optimizer import stepping_of, tried_step
 from graphaccel.errors import Unsupported

@@ -16,15 +16,15 @@ import torch
 from torch import fx, nn
 
 from graphaccel.capture.batch import Batch
-from graphaccel.capture.blocks import block_of
+from graphaccel.capture.layers.blocks import block_of
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH
 from graphaccel.compat.torch.fakes import FakeTensor
 from graphaccel.compat.torch.graphs import graph_module
 from graphaccel.ir.program import StepProgram
 from graphaccel.ir.replication.unfold import distinct_nodes
-from graphaccel.kernels.experts import PRODUCT
-from graphaccel.passes.exact_microbatch import exact_microbatch
+from graphaccel.kernels.ops.experts import PRODUCT
+from graphaccel.passes.microbatch.exact_microbatch import exact_microbatch
 from graphaccel.planner.memory.exact_memory import Resident, rank_memory
 from graphaccel.planner.memory.graph_columns import Share, even
 from graphaccel.planner.plan.plan import Plan

@@ -26,7 +26,7 @@ from graphaccel.errors import GraphAccelError
 from graphaccel.ir.nodes import copy_nodes
 from graphaccel.ir.replication.layers import NotRepeated, copies
 from graphaccel.ir.values import operands
-from graphaccel.passes.exact_microbatch import exact_microbatch
+from graphaccel.passes.microbatch.exact_microbatch import exact_microbatch
 from graphaccel.planner.placement.solve_axes import (
     Request,
     SolvedGraph,

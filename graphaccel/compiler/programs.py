@@ -18,7 +18,7 @@ from graphaccel.errors import PlanMismatch
 from graphaccel.ir.program import Sharded, StepProgram
 from graphaccel.passes import pipeline
 from graphaccel.passes.context import Context, Fixed, Sizes
-from graphaccel.passes.exact_microbatch import exact_microbatch
+from graphaccel.passes.microbatch.exact_microbatch import exact_microbatch
 from graphaccel.passes.place_ort import Tools
 from graphaccel.planner.placement.place import Placing, check_placements, place
 from graphaccel.planner.plan.plan import Plan

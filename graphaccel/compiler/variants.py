@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from graphaccel.capture.carried import Path
+from graphaccel.capture.state.carried import Path
 from graphaccel.compat.torch.tensors import version
 from graphaccel.errors import StateFrozen
 from graphaccel.guards.guards import Guards

@@ -117,14 +117,15 @@ class StageProgram:
       there is one microbatch and gradients are plain outputs.
     buckets: names of the gradients in each flat bucket, in the order they become ready.
     weights: the part of the backward that computes gradients of parameters, where the schedule
-      runs it separately (`passes.split_weights`), by the same moments; else empty.
+      runs it separately (`passes.stages.split_weights`), by the same moments; else empty.
     groups: parameters that are sharded over the data axis, by the flat buffer that contains them.
     reduced: those whose gradients are reduce-scattered, by the flat buffer, in its order.
     prepare: what runs once a step, before anything else, where parameters are gathered or cast for
-      all microbatches at once (`passes.gather_once`, `passes.cast_parameters_once`): it returns
-      "held" parameters, possibly in flight, which live until the last phase of the stage has run.
+      all microbatches at once (`passes.parameters.gather_once`,
+      `passes.parameters.cast_parameters_once`): it returns "held" parameters, possibly in flight,
+      which live until the last phase of the stage has run.
     head: of the last stage, what runs once on the whole batch, after all forwards and before any
-      backward (`passes.two_pass_head`).
+      backward (`passes.microbatch.two_pass_head`).
     """
 
     stage: int
@@ -219,7 +220,8 @@ class StepProgram:
       backward returns it: `accumulate_gradients` reduces over them too.
     data: number of ranks that split the batch.
     bare: the stage without accumulators, where the loss is outside of the graph: which of its
-      outputs a loss reads is known when it is differentiated (`passes.prune_output_gradients`).
+      outputs a loss reads is known when it is differentiated
+      (`passes.gradients.prune_output_gradients`).
     owned: parameter → what ZeRO shards of it. unsharded: parameter → why it is not sharded.
     ort: what ONNX Runtime runs of it.
     """

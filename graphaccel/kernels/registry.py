@@ -39,7 +39,7 @@ first."""
 def _load() -> None:
     """Import every module that registers fusions, once per process: ops are registered once."""
     for name in SHIPPED:
-        importlib.import_module(f"graphaccel.kernels.{name}")
+        importlib.import_module(f"graphaccel.kernels.ops.{name}")
     for point in sorted(entry_points(group=GROUP), key=lambda p: p.name):
         _load_installed(point)
 
@@ -65,7 +65,7 @@ def fusions() -> tuple[Fusion, ...]:
 
 def shipped() -> tuple[Fusion, ...]:
     """The fusions of this package."""
-    own = {str(Path(__file__).parent / f"{name}.py") for name in SHIPPED}
+    own = {str(Path(__file__).parent / "ops" / f"{name}.py") for name in SHIPPED}
     return tuple(f for f in fusions() if f.location is not None and f.location.file in own)
 
 

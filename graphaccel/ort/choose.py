@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 
 from torch import fx
 
-from graphaccel.capture.blocks import block_of
+from graphaccel.capture.layers.blocks import block_of
 from graphaccel.ort.kernels import Kernels
 from graphaccel.ort.partition import Border, Flow, Part, partition, touches, written
 from graphaccel.ort.translate import RegionModel, refusal, translate

@@ -21,7 +21,7 @@ from torch import fx
 from graphaccel.compat.torch.tensors import storage_key
 from graphaccel.ir.values import tensors_of
 from graphaccel.ort.translate import draws
-from graphaccel.sharding.rules.collectives import is_message
+from graphaccel.sharding.rules.ops.collectives import is_message
 
 Label: TypeAlias = Callable[[fx.Node], "str | None"]
 # Calls with the views they read through, inputs, outputs.

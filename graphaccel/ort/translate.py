@@ -27,7 +27,7 @@ from graphaccel.ort.builder import ELEMENT, Builder, Declined, Value
 from graphaccel.ort.kernels import TRAINING, Kernels
 from graphaccel.ort.liveness import scratch_bytes
 from graphaccel.ort.ops.table import TRANSLATIONS, arguments
-from graphaccel.sharding.rules.collectives import is_message
+from graphaccel.sharding.rules.ops.collectives import is_message
 
 
 @dataclass(frozen=True)

@@ -12,33 +12,33 @@ import torch
 
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.ir.program import StageProgram
-from graphaccel.passes.accumulate_gradients import accumulate_gradients
-from graphaccel.passes.cast_parameters_once import cast_parameters_once
-from graphaccel.passes.chunk_loss import chunk_loss
+from graphaccel.passes.activations.offload_activations import offload_activations
+from graphaccel.passes.activations.recompute import recompute
 from graphaccel.passes.context import Context
-from graphaccel.passes.cut_stages import cut_stages
 from graphaccel.passes.drop_backward import drop_backward
-from graphaccel.passes.exact_microbatch import LocalStep, exact_microbatch
 from graphaccel.passes.fusion.fuse import fuse
-from graphaccel.passes.gather_once import gather_once
-from graphaccel.passes.gather_parameters import gather_parameters
+from graphaccel.passes.gradients.accumulate_gradients import accumulate_gradients
+from graphaccel.passes.gradients.reduce_shards import reduce_shards
+from graphaccel.passes.gradients.shard_gradients import shard_gradients
 from graphaccel.passes.lower_precision import lower_precision
-from graphaccel.passes.offload_activations import offload_activations
+from graphaccel.passes.microbatch.chunk_loss import chunk_loss
+from graphaccel.passes.microbatch.exact_microbatch import LocalStep, exact_microbatch
+from graphaccel.passes.microbatch.synchronise_batch_norm import synchronise_batch_norm
+from graphaccel.passes.microbatch.two_pass_head import two_pass_head
 from graphaccel.passes.overlap_collectives import overlap_collectives
-from graphaccel.passes.parameter_groups import ShardedParameters
+from graphaccel.passes.parameters.cast_parameters_once import cast_parameters_once
+from graphaccel.passes.parameters.gather_once import gather_once
+from graphaccel.passes.parameters.gather_parameters import gather_parameters
+from graphaccel.passes.parameters.parameter_groups import ShardedParameters
+from graphaccel.passes.parameters.recompute_casts import recompute_casts
+from graphaccel.passes.parameters.upload_parameters import upload_parameters
 from graphaccel.passes.place_ort import place_ort
-from graphaccel.passes.recompute import recompute
-from graphaccel.passes.recompute_casts import recompute_casts
-from graphaccel.passes.reduce_shards import reduce_shards
-from graphaccel.passes.scatter_sends import scatter_sends
 from graphaccel.passes.select_matmul_backend import select_matmul_backend
 from graphaccel.passes.shard_axes import shard_axes
-from graphaccel.passes.shard_gradients import shard_gradients
-from graphaccel.passes.split_phases import split_phases
-from graphaccel.passes.split_weights import split_weights, with_weights
-from graphaccel.passes.synchronise_batch_norm import synchronise_batch_norm
-from graphaccel.passes.two_pass_head import two_pass_head
-from graphaccel.passes.upload_parameters import upload_parameters
+from graphaccel.passes.stages.cut_stages import cut_stages
+from graphaccel.passes.stages.scatter_sends import scatter_sends
+from graphaccel.passes.stages.split_phases import split_phases
+from graphaccel.passes.stages.split_weights import split_weights, with_weights
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.plan.zero import owned_shards
 from graphaccel.sharding.apply.local_graph import LocalGraph

@@ -13,10 +13,10 @@ from torch import fx
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.ir.calls import is_random
 from graphaccel.ir.program import OrtReport, Owned, Sharded, StageProgram
-from graphaccel.passes.cut_stages import StagedGraph
-from graphaccel.passes.exact_microbatch import LocalStep
-from graphaccel.passes.outline_stages import StageOutline, outline_stages
+from graphaccel.passes.microbatch.exact_microbatch import LocalStep
 from graphaccel.passes.place_ort import Tools
+from graphaccel.passes.stages.cut_stages import StagedGraph
+from graphaccel.passes.stages.outline_stages import StageOutline, outline_stages
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.sharding.apply.local_graph import LocalGraph
 

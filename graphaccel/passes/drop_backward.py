@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from graphaccel.capture.export import ForwardGraph
+from graphaccel.capture.export.export import ForwardGraph
 from graphaccel.capture.stepgraph import StepGraph, assemble, of_few
 from graphaccel.planner.plan.plan import Plan
 

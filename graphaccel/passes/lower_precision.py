@@ -25,16 +25,16 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
-from graphaccel.capture.blocks import block_of
-from graphaccel.capture.export import ForwardGraph
-from graphaccel.capture.python_function import PythonFunction
+from graphaccel.capture.export.export import ForwardGraph
+from graphaccel.capture.export.python_function import PythonFunction
+from graphaccel.capture.layers.blocks import block_of
 from graphaccel.capture.stepgraph import StepGraph, rewritten
 from graphaccel.compat.torch.fakes import fake_mode_of
 from graphaccel.compat.torch.graphs import deferred_module
 from graphaccel.ir.fakes import Fakes
 from graphaccel.ir.nodes import copy_nodes
 from graphaccel.ir.values import module_path, operands, returned
-from graphaccel.kernels.experts import PRODUCT
+from graphaccel.kernels.ops.experts import PRODUCT
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.sharding.apply.graph_builder import set_value
 from graphaccel.sharding.rules.notation import tensor_arguments

@@ -26,7 +26,7 @@ from torch import fx
 from graphaccel.ir.calls import is_random
 from graphaccel.ir.program import StageProgram
 from graphaccel.planner.profile.cost import is_view
-from graphaccel.sharding.rules import collectives
+from graphaccel.sharding.rules.ops import collectives
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _ISSUES = frozenset(collectives.RULES) - {_WAIT}

@@ -14,11 +14,11 @@ from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.ir.program import Sharded, StageProgram, StepProgram
 from graphaccel.ir.replication.unfold import distinct_nodes
 from graphaccel.passes import adapters
-from graphaccel.passes.accumulate_gradients import accumulate_gradients
 from graphaccel.passes.assemble import assembled, boxed_program
 from graphaccel.passes.context import Context, Fixed, Sizes, graphs_of
+from graphaccel.passes.gradients.accumulate_gradients import accumulate_gradients
+from graphaccel.passes.gradients.prune_output_gradients import prune_output_gradients
 from graphaccel.passes.place_ort import Tools, region_models
-from graphaccel.passes.prune_output_gradients import prune_output_gradients
 from graphaccel.passes.replication.replicated import run_replicated
 from graphaccel.passes.runner import Pass, Runner
 from graphaccel.planner.plan.plan import Plan

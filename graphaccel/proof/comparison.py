@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from graphaccel.capture.batch import Batch
-from graphaccel.capture.export import LossFn
+from graphaccel.capture.export.export import LossFn
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH, evaluate
 from graphaccel.errors import GraphMisuse

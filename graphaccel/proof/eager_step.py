@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from graphaccel.capture.batch import Batch
-from graphaccel.capture.export import OUTSIDE, LossFn, find_loss, split_targets
-from graphaccel.capture.outputs import flatten_output
+from graphaccel.capture.export.export import OUTSIDE, LossFn, find_loss, split_targets
+from graphaccel.capture.export.outputs import flatten_output
 from graphaccel.compat.torch.autograd import without_tensor_hooks
 from graphaccel.compat.torch.export import parametrizations_computed
 from graphaccel.proof.modes import WriteGuard

@@ -13,7 +13,7 @@ from torch.fx.node import map_aggregate
 
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import evaluate, with_integers
-from graphaccel.kernels.attention_cuda import attention_on_gpu
+from graphaccel.kernels.ops.attention_cuda import attention_on_gpu
 from graphaccel.proof.results import Results
 
 Observer = Callable[[fx.Node, Any], None]

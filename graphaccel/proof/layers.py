@@ -3,7 +3,8 @@
 The model with `FEW` layers of each run, and everything outside of the runs, is compared with eager
 code. `first_difference` then checks that every further layer of the captured graph is a copy of a
 layer that was compared: same calls, and each argument from the same place in the layer, in its
-neighbour or outside. That eager code repeats its layers is proved by the capture (`capture.runs`).
+neighbour or outside. That eager code repeats its layers is proved by the capture
+(`capture.layers.runs`).
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphaccel.capture.replicate import layered
-from graphaccel.capture.runs import shortened
+from graphaccel.capture.layers.replicate import layered
+from graphaccel.capture.layers.runs import shortened
 from graphaccel.capture.stepgraph import StepGraph, of_layers
 from graphaccel.ir.replication.layers import Item, NotRepeated, Run, among, head, items_of
 from graphaccel.proof.comparison import Pair

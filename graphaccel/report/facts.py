@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from graphaccel.capture.blocks import block_of
+from graphaccel.capture.layers.blocks import block_of
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import SEQUENCE
 from graphaccel.ir.program import StepProgram

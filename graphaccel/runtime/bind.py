@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from graphaccel.ir.place import place
-from graphaccel.kernels.attention_cuda import attention_on_gpu
+from graphaccel.kernels.ops.attention_cuda import attention_on_gpu
 from graphaccel.runtime.gloo import for_gloo
 from graphaccel.runtime.mesh import Mesh, axes_of
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from graphaccel.compat.torch.modes import TorchDispatchMode, is_traceable_wrapper_subclass
-from graphaccel.kernels.expert_rows import EXCHANGE
 from graphaccel.kernels.host_copy import AHEAD, TO_DEVICE, TO_HOST
+from graphaccel.kernels.ops.expert_rows import EXCHANGE
 
 
 class PeakMeter(TorchDispatchMode):

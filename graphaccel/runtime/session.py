@@ -20,8 +20,8 @@ from graphaccel.runtime.execution.buckets import Buckets
 from graphaccel.runtime.execution.executor import Executor
 from graphaccel.runtime.execution.external_loss import ExternalLossExecutor, HandIn
 from graphaccel.runtime.execution.state import Held, StepResult
-from graphaccel.runtime.host_pages import keep_pages
-from graphaccel.runtime.inductor import StageCompiler
+from graphaccel.runtime.host_memory.reuse import keep_pages
+from graphaccel.runtime.inductor.compile import StageCompiler
 from graphaccel.runtime.init_tape import Record
 from graphaccel.runtime.loss_scale import LossScale
 from graphaccel.runtime.mesh import Mesh

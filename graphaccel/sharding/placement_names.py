@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from graphaccel.capture.blocks import block_of
-from graphaccel.capture.export import GraphInput, GraphOutput
+from graphaccel.capture.export.export import GraphInput, GraphOutput
+from graphaccel.capture.layers.blocks import block_of
 from graphaccel.ir.text import target_text
 from graphaccel.sharding.placement_text import (
     call_text,

@@ -1,4 +1,5 @@
-"""The full text of every error about a run's whole life: checkpoints, losses that are not finite."""
+"""The full text of every error about a run's whole life: checkpoints, losses that are not
+finite."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import graphaccel
 from graphaccel.errors import GraphAccelError
-from graphaccel.passes import accumulate_gradients
+from graphaccel.passes.gradients import accumulate_gradients
 from graphaccel.proof import gate, planned
 from graphaccel.runtime.execution.executor import Executor
 from graphaccel.runtime.execution.external_loss import ExternalLossExecutor

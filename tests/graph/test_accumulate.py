@@ -13,11 +13,11 @@ import graphaccel
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.compat.torch.tensors import storage_key
 from graphaccel.ir.program import StageProgram
-from graphaccel.passes.accumulate_gradients import accumulate_gradients
-from graphaccel.passes.cut_stages import cut_stages
-from graphaccel.passes.exact_microbatch import exact_microbatch
-from graphaccel.passes.outline_stages import outline_stages
-from graphaccel.passes.split_phases import split_phases
+from graphaccel.passes.gradients.accumulate_gradients import accumulate_gradients
+from graphaccel.passes.microbatch.exact_microbatch import exact_microbatch
+from graphaccel.passes.stages.cut_stages import cut_stages
+from graphaccel.passes.stages.outline_stages import outline_stages
+from graphaccel.passes.stages.split_phases import split_phases
 from graphaccel.planner.plan.plan import Plan
 from tests.support.parity import build
 from tests.support.zoo import call, lift_loss_cast, loss_of

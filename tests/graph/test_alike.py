@@ -16,7 +16,7 @@ from graphaccel.compiler.model import without_data
 from graphaccel.compiler.profile_graph import localised
 from graphaccel.ir.replication.layers import KEPT, among
 from graphaccel.ir.text import graph_text
-from graphaccel.passes.exact_microbatch import exact_microbatch
+from graphaccel.passes.microbatch.exact_microbatch import exact_microbatch
 from graphaccel.planner.placement import solve_axes as module
 from graphaccel.planner.placement.solve_axes import Request, Transfer, solve_axes
 from graphaccel.planner.plan.plan import Plan

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from graphaccel.capture.batch import flatten_call
 from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.compat.torch.fakes import FakeTensorMode
-from graphaccel.passes.exact_microbatch import batch_placement, split_limits
+from graphaccel.passes.microbatch.exact_microbatch import batch_placement, split_limits
 from graphaccel.planner.plan.limits import Limits
 from graphaccel.sharding.rules.propagate import PARTIAL, REPLICATED, BatchPlacement, place_batch
 from graphaccel.sharding.rules.shard import Shard

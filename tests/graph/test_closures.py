@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from graphaccel.capture.closures import copied, read_attribute
-from graphaccel.capture.runs import find_runs
+from graphaccel.capture.layers.runs import find_runs
+from graphaccel.capture.state.closures import copied, read_attribute
 from graphaccel.compiler.model import without_data
 from tests.support.steps import WIDTH, assert_as_eager
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from graphaccel.kernels.experts import GRADIENT, PRODUCT
+from graphaccel.kernels.ops.experts import GRADIENT, PRODUCT
 from graphaccel.planner.profile.cost import Sizes, node_work
 from graphaccel.sharding.rules.shard import Shard
 from graphaccel.sharding.rules.strategies import rows_of

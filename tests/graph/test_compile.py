@@ -22,9 +22,9 @@ from graphaccel.compiler.programs import build
 from graphaccel.errors import CompileFailed
 from graphaccel.ir.program import StageProgram
 from graphaccel.planner.plan.plan import Plan
-from graphaccel.runtime import inductor
-from graphaccel.runtime.inductor import StageCompiler
-from graphaccel.runtime.inductor_partition import notes, pieces
+from graphaccel.runtime.inductor import compile as inductor
+from graphaccel.runtime.inductor.compile import StageCompiler
+from graphaccel.runtime.inductor.partition import notes, pieces
 from tests.support.gpt import GPT
 from tests.support.small import Classifier, small_batch
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, fx
 
 import graphaccel
-from graphaccel.runtime import inductor
-from graphaccel.runtime.inductor_partition import Piece, notes, pieces, signature
+from graphaccel.runtime.inductor import compile as inductor
+from graphaccel.runtime.inductor.partition import Piece, notes, pieces, signature
 from tests.graph.test_compile import Run, plainly, stage_of
 from tests.support.gpt import GPT
 

@@ -18,8 +18,8 @@ from graphaccel.capture.stepgraph import capture
 from graphaccel.compiler.programs import build
 from graphaccel.errors import CaptureFailed
 from graphaccel.ir.program import StageProgram
-from graphaccel.kernels.expert_rows import EXCHANGE
 from graphaccel.kernels.host_copy import TO_HOST
+from graphaccel.kernels.ops.expert_rows import EXCHANGE
 from graphaccel.kernels.register import op_of
 from graphaccel.kernels.registry import fusion_named
 from graphaccel.planner.plan.plan import Plan

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from graphaccel.capture.batch import flatten_call
-from graphaccel.capture.decompose import decomposed
+from graphaccel.capture.export.decompose import decomposed
 from graphaccel.capture.stepgraph import capture
 from graphaccel.capture.trace import Answers
 from tests.graph.test_trace import rows
@@ -107,7 +107,7 @@ def test_graphs_are_those_of_torch(
         pairs.append((told(by_torch.graph_module), len(asked)))
         return own
 
-    monkeypatch.setattr("graphaccel.capture.export.decomposed", both)
+    monkeypatch.setattr("graphaccel.capture.export.export.decomposed", both)
     model, batch = MODELS[name]()
     args, kwargs = ((), batch) if isinstance(batch, dict) else (batch, {})
     capture(model, flatten_call(args, kwargs), symbolic=False)

@@ -17,8 +17,8 @@ from graphaccel.capture.symbols import BATCH, SEQUENCE, evaluate, take_sizes
 from graphaccel.compat.torch import pytree
 from graphaccel.compiler.profile_graph import localised
 from graphaccel.ir.fakes import Fakes
-from graphaccel.passes.exact_microbatch import exact_microbatch
 from graphaccel.passes.lower_precision import lower_precision
+from graphaccel.passes.microbatch.exact_microbatch import exact_microbatch
 from graphaccel.planner.placement.solve_axes import Request, solve_axes
 from graphaccel.planner.plan.base_plan import PRECISIONS
 from graphaccel.planner.plan.plan import Plan

@@ -13,11 +13,11 @@ from torch.nn import functional as F
 
 from graphaccel.capture.stepgraph import capture
 from graphaccel.compiler.model import as_batch
-from graphaccel.kernels.expert_rows import EXCHANGE
-from graphaccel.kernels.experts import GRADIENT, PRODUCT
+from graphaccel.kernels.ops.expert_rows import EXCHANGE
+from graphaccel.kernels.ops.experts import GRADIENT, PRODUCT
 from graphaccel.planner.profile.cost import node_flops
 from graphaccel.sharding.apply.shard_axis import shard_axis
-from graphaccel.sharding.rules.collectives import is_message
+from graphaccel.sharding.rules.ops.collectives import is_message
 from graphaccel.sharding.solve.placements import solve_placements
 from tests.graph import test_shard_axis
 from tests.graph.test_shard_axis import RATES, captured, check

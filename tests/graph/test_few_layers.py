@@ -9,7 +9,7 @@ import pytest
 
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.compiler.programs import build
-from graphaccel.passes import offload_activations
+from graphaccel.passes.activations import offload_activations
 from graphaccel.passes.replication import replicated
 from graphaccel.planner.cluster.catalogue import cluster
 from graphaccel.planner.plan.plan import Plan

@@ -13,7 +13,7 @@ import pytest
 
 import graphaccel
 
-MODULE = Path(graphaccel.__file__).parent / "runtime" / "host_pages.py"
+MODULE = Path(graphaccel.__file__).parent / "runtime" / "host_memory" / "reuse.py"
 BYTES = 64 << 20
 
 # Alone, without torch: a block is written, freed, and asked for again.
@@ -78,7 +78,7 @@ def test_what_the_environment_says_of_memory_is_left_alone(said: dict[str, str])
 
 
 def test_other_systems_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from graphaccel.runtime import host_pages
+    from graphaccel.runtime.host_memory import reuse as host_pages
 
     monkeypatch.setattr(sys, "platform", "darwin")
     assert not host_pages.keep_pages()

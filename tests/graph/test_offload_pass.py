@@ -13,11 +13,11 @@ from graphaccel.capture.stepgraph import capture
 from graphaccel.ir.program import StageProgram
 from graphaccel.ir.text import graph_text
 from graphaccel.kernels.host_copy import TO_DEVICE, TO_HOST
-from graphaccel.passes.cut_stages import cut_stages
-from graphaccel.passes.exact_microbatch import exact_microbatch
-from graphaccel.passes.offload_activations import offload_activations
-from graphaccel.passes.outline_stages import outline_stages
-from graphaccel.passes.split_phases import split_phases
+from graphaccel.passes.activations.offload_activations import offload_activations
+from graphaccel.passes.microbatch.exact_microbatch import exact_microbatch
+from graphaccel.passes.stages.cut_stages import cut_stages
+from graphaccel.passes.stages.outline_stages import outline_stages
+from graphaccel.passes.stages.split_phases import split_phases
 from graphaccel.planner.memory.liveness import Liveness
 from graphaccel.planner.plan.plan import Plan
 

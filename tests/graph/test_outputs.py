@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import graphaccel
 from graphaccel import errors
-from graphaccel.capture.outputs import flatten_output, output_names
+from graphaccel.capture.export.outputs import flatten_output, output_names
 from graphaccel.compat.torch import pytree
 from tests.support.untouched import refused
 

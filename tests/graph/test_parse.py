@@ -13,7 +13,9 @@ from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.compiler.programs import build
 from graphaccel.ir.parse import parse_graph
 from graphaccel.ir.text import graph_text
-from graphaccel.kernels import expert_rows, experts, host_copy  # noqa: F401  # they define ops
+from graphaccel.kernels.ops import (
+    experts,  # noqa: F401  # they define ops
+)
 from graphaccel.planner.plan.plan import Plan
 from tests.support.zoo import ALL
 

@@ -12,14 +12,14 @@ from torch.nn import functional as F
 from graphaccel.capture.batch import Batch, flatten_call
 from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.ir.text import graph_text
-from graphaccel.passes.accumulate_gradients import accumulate_gradients
-from graphaccel.passes.cut_stages import cut_stages
-from graphaccel.passes.exact_microbatch import exact_microbatch
+from graphaccel.passes.activations.recompute import recompute
+from graphaccel.passes.gradients.accumulate_gradients import accumulate_gradients
 from graphaccel.passes.lower_precision import lower_precision
-from graphaccel.passes.outline_stages import outline_stages
-from graphaccel.passes.recompute import recompute
-from graphaccel.passes.split_phases import split_phases
-from graphaccel.passes.split_weights import split_weights
+from graphaccel.passes.microbatch.exact_microbatch import exact_microbatch
+from graphaccel.passes.stages.cut_stages import cut_stages
+from graphaccel.passes.stages.outline_stages import outline_stages
+from graphaccel.passes.stages.split_phases import split_phases
+from graphaccel.passes.stages.split_weights import split_weights
 from graphaccel.planner.plan.plan import Plan, Precision
 
 Golden = Callable[[str, str], None]

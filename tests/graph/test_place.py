@@ -18,7 +18,7 @@ from graphaccel.compat.torch import pytree
 from graphaccel.compat.torch.modes import TorchDispatchMode
 from graphaccel.compiler.model import as_batch
 from graphaccel.ir.place import place
-from graphaccel.kernels import attention_cuda as gpu
+from graphaccel.kernels.ops import attention_cuda as gpu
 
 aten = torch.ops.aten
 _CPU = aten._scaled_dot_product_flash_attention_for_cpu

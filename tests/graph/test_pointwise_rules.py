@@ -11,8 +11,8 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import BinaryUfuncInfo, OpInfo, UnaryUfuncInfo
 
 from graphaccel.ir.calls import is_random
-from graphaccel.sharding.rules.factories import UNIFORM
-from graphaccel.sharding.rules.pointwise import is_pointwise
+from graphaccel.sharding.rules.ops.factories import UNIFORM
+from graphaccel.sharding.rules.ops.pointwise import is_pointwise
 from graphaccel.sharding.rules.prove import faults
 from graphaccel.sharding.rules.table import rule_of
 from tests.support.recorded import recorded_nodes

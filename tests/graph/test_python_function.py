@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from graphaccel.capture.batch import flatten_call
-from graphaccel.capture.python_function import PythonFunction, python_function
+from graphaccel.capture.export.python_function import PythonFunction, python_function
 from graphaccel.capture.stepgraph import capture
 from tests.support.steps import WIDTH, assert_as_eager, batch_of
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from graphaccel.capture import forward
 from graphaccel.capture.batch import flatten_call
-from graphaccel.capture.replicate import layered
+from graphaccel.capture.layers.replicate import layered
 from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.capture.transport import packed, unpacked
 from graphaccel.compiler.model import without_data

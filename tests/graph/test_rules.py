@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import fx
 
 from graphaccel.capture.stepgraph import StepGraph
-from graphaccel.sharding.rules import collectives, factories
 from graphaccel.sharding.rules.notation import Notation
+from graphaccel.sharding.rules.ops import collectives, factories
 from graphaccel.sharding.rules.prove import call_node, faults
 from graphaccel.sharding.rules.table import RULES, rule_of
 from tests.support.calls import Draw

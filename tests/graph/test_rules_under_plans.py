@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import graphaccel
 from graphaccel.capture.batch import flatten_call
-from graphaccel.capture.python_function import PythonFunction
+from graphaccel.capture.export.python_function import PythonFunction
 from graphaccel.capture.stepgraph import capture
 from graphaccel.compiler.model import without_data
 from graphaccel.passes.lower_precision import lower_precision

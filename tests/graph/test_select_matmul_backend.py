@@ -13,11 +13,11 @@ from graphaccel.capture.stepgraph import capture
 from graphaccel.ir.program import StageProgram
 from graphaccel.ir.text import target_text
 from graphaccel.passes import select_matmul_backend as module
-from graphaccel.passes.cut_stages import cut_stages
-from graphaccel.passes.exact_microbatch import exact_microbatch
-from graphaccel.passes.outline_stages import outline_stages
+from graphaccel.passes.microbatch.exact_microbatch import exact_microbatch
 from graphaccel.passes.select_matmul_backend import select_matmul_backend
-from graphaccel.passes.split_phases import split_phases
+from graphaccel.passes.stages.cut_stages import cut_stages
+from graphaccel.passes.stages.outline_stages import outline_stages
+from graphaccel.passes.stages.split_phases import split_phases
 from graphaccel.planner.plan.plan import Plan
 
 pytestmark = pytest.mark.skipif(

@@ -20,8 +20,8 @@ from graphaccel.compiler.compiler import Compiler
 from graphaccel.compiler.model import Model, as_batch
 from graphaccel.errors import BadPin
 from graphaccel.ir.text import graph_text
-from graphaccel.passes.exact_microbatch import exact_microbatch
-from graphaccel.passes.recompute import recompute
+from graphaccel.passes.activations.recompute import recompute
+from graphaccel.passes.microbatch.exact_microbatch import exact_microbatch
 from graphaccel.planner.cluster.cluster import Cluster, Host
 from graphaccel.planner.plan.plan import Plan, Selective
 from graphaccel.planner.profile.block_recompute import BlockKind

@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 
 from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.compiler.model import as_batch
-from graphaccel.passes.exact_microbatch import exact_microbatch
+from graphaccel.passes.microbatch.exact_microbatch import exact_microbatch
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.sharding.apply.shard_axis import ShardedGraph, shard_axis
 from graphaccel.sharding.rules.shard import Row, Shard, shard_of

@@ -15,7 +15,7 @@ from graphaccel.compiler.programs import Target, build, placed_programs, with_pl
 from graphaccel.errors import BadPin, PlanMismatch
 from graphaccel.ir.program import Sharded
 from graphaccel.passes import pipeline
-from graphaccel.passes.exact_microbatch import exact_microbatch
+from graphaccel.passes.microbatch.exact_microbatch import exact_microbatch
 from graphaccel.passes.shard_axes import shard_axes
 from graphaccel.planner.plan.plan import Plan
 from tests.graph.passes.captured import eager

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphaccel.capture.statistics import FORMS, cumulative_averages
+from graphaccel.capture.export.statistics import FORMS, cumulative_averages
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*degrees of freedom")
 

@@ -21,7 +21,7 @@ from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.compiler.compiler import Compiler
 from graphaccel.compiler.model import Model, as_batch
 from graphaccel.ir.calls import counted_packet
-from graphaccel.passes.exact_microbatch import exact_microbatch
+from graphaccel.passes.microbatch.exact_microbatch import exact_microbatch
 from graphaccel.planner.cluster.catalogue import cluster
 from graphaccel.planner.placement.solve_axes import Request, solve_axes
 from graphaccel.planner.plan.plan import Plan

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphaccel.kernels import embedding_norm
-from graphaccel.kernels import layer_norm as layer
-from graphaccel.kernels import rms_norm as rms
-from graphaccel.kernels.multi_tensor import AdamRule, Around, MultiTensor, SGDRule
-from graphaccel.kernels.row_norm import launch_backward, launch_forward
+from graphaccel.kernels.multi_tensor.steps import AdamRule, Around, MultiTensor, SGDRule
+from graphaccel.kernels.ops import embedding_norm
+from graphaccel.kernels.ops import layer_norm as layer
+from graphaccel.kernels.ops import rms_norm as rms
+from graphaccel.kernels.ops.row_norm import launch_backward, launch_forward
 
 EPS, P = 1e-5, 0.25
 found: dict[str, tuple[float, float]] = {}

@@ -6,8 +6,8 @@ import math
 import torch
 from torch import Tensor
 
-from graphaccel.kernels import cross_entropy as ce
-from graphaccel.kernels import linear_cross_entropy as head
+from graphaccel.kernels.ops import cross_entropy as ce
+from graphaccel.kernels.ops import linear_cross_entropy as head
 from graphaccel.kernels.register import fusion_of
 
 IGNORED = -100

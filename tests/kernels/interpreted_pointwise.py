@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from graphaccel.kernels import rotary, row_pointwise
-from graphaccel.kernels.row_pointwise import (
+from graphaccel.kernels.ops import rotary, row_pointwise
+from graphaccel.kernels.ops.row_pointwise import (
     launch_bias,
     launch_bias_backward,
     launch_gated,

@@ -6,8 +6,8 @@ import math
 import torch
 from torch import Tensor
 
-from graphaccel.kernels import softmax
-from graphaccel.kernels.softmax import launch_backward, launch_forward, scale_mask_softmax
+from graphaccel.kernels.ops import softmax
+from graphaccel.kernels.ops.softmax import launch_backward, launch_forward, scale_mask_softmax
 
 GUARD = 64
 run, run_back = scale_mask_softmax.cuda_forward, scale_mask_softmax.cuda_backward

@@ -6,8 +6,8 @@ import math
 import torch
 from torch import Tensor
 
-from graphaccel.kernels import softmax_dropout
-from graphaccel.kernels.softmax_dropout import (
+from graphaccel.kernels.ops import softmax_dropout
+from graphaccel.kernels.ops.softmax_dropout import (
     launch_backward,
     launch_forward,
     scale_mask_softmax_dropout,

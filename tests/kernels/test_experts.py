@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphaccel.kernels import experts as module
-from graphaccel.kernels.experts import GRADIENT, PRODUCT
+from graphaccel.kernels.ops import experts as module
+from graphaccel.kernels.ops.experts import GRADIENT, PRODUCT
 
 EXPERTS, ROWS, INNER, OUTER = 6, 40, 8, 16
 

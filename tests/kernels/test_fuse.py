@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from graphaccel import errors
 from graphaccel.capture.batch import as_call, flatten_call
-from graphaccel.capture.blocks import find_blocks
+from graphaccel.capture.layers.blocks import find_blocks
 from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.capture.symbols import SEQUENCE
 from graphaccel.compiler.programs import build

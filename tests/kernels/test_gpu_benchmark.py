@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks import gpu, gpu_kernels
 from graphaccel.kernels.check.numbers import Fault
-from graphaccel.kernels.multi_tensor import MultiTensor
+from graphaccel.kernels.multi_tensor.steps import MultiTensor
 from graphaccel.kernels.registry import fusions, shipped
 from graphaccel.kernels.spec import Fusion
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphaccel.runtime.large_pages import LARGE, zeros_like_all
+from graphaccel.runtime.host_memory.large_pages import LARGE, zeros_like_all
 from graphaccel.runtime.parameters.optimizer_step import OptimizerStep
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphaccel.kernels.multi_tensor import AdamRule, Around, MultiTensor, SGDRule
+from graphaccel.kernels.multi_tensor.steps import AdamRule, Around, MultiTensor, SGDRule
 from graphaccel.runtime.parameters.optimizer_step import OptimizerStep
 
 SHAPES = ((3, 5), (7,), (), (2, 3, 4))

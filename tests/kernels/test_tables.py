@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphaccel.kernels import multi_tensor_tables as tables
-from graphaccel.kernels.multi_tensor import AdamRule, MultiTensor
-from graphaccel.kernels.multi_tensor_triton import CHUNK
+from graphaccel.kernels.multi_tensor import tables
+from graphaccel.kernels.multi_tensor.steps import AdamRule, MultiTensor
+from graphaccel.kernels.multi_tensor.triton_kernels import CHUNK
 
 
 class Launches:

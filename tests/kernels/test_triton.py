@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from graphaccel.kernels import row_norm, softmax, softmax_dropout
+from graphaccel.kernels.ops import row_norm, softmax, softmax_dropout
 
 pytest.importorskip("triton")
 

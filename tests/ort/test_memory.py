@@ -20,7 +20,7 @@ from graphaccel.ir.values import propagate
 from graphaccel.ort.kernels import Kernels
 from graphaccel.ort.session import Region, Sessions
 from graphaccel.ort.translate import translate
-from graphaccel.runtime.host_pages import KEEP
+from graphaccel.runtime.host_memory.reuse import KEEP
 from tests.support.pool import Pool
 
 aten = torch.ops.aten

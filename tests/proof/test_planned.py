@@ -11,7 +11,8 @@ from torch import Tensor, fx, nn
 
 import graphaccel
 from graphaccel.errors import CaptureDiffers, PlanDiffers
-from graphaccel.passes import adapters, exact_microbatch
+from graphaccel.passes import adapters
+from graphaccel.passes.microbatch import exact_microbatch
 from tests.proof.models import Net, batch, plain_step, seeded
 
 aten = torch.ops.aten

@@ -1,5 +1,5 @@
 """Random small calls of ops on images, matrices and rows
-(`graphaccel.sharding.rules.batch_dims`)."""
+(`graphaccel.sharding.rules.ops.batch_dims`)."""
 
 from __future__ import annotations
 

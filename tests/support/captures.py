@@ -18,7 +18,7 @@ from unittest.mock import patch
 from torch import nn
 
 from graphaccel.capture.batch import Batch
-from graphaccel.capture.export import LossFn
+from graphaccel.capture.export.export import LossFn
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.transport import packed, unpacked
 from graphaccel.compiler import captures as kept

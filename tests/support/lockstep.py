@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from graphaccel.kernels.expert_rows import EXCHANGE
-from graphaccel.sharding.rules.collectives import is_message
+from graphaccel.kernels.ops.expert_rows import EXCHANGE
+from graphaccel.sharding.rules.ops.collectives import is_message
 from graphaccel.sharding.rules.shard import Shard
 
 _ops = torch.ops._c10d_functional

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from graphaccel.kernels.experts import GRADIENT, PRODUCT
+from graphaccel.kernels.ops.experts import GRADIENT, PRODUCT
 from tests.support import calls as c
 from tests.support import calls_leading as leading
 from tests.support.calls import Case

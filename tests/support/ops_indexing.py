@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from graphaccel.kernels import ctc_loss
+from graphaccel.kernels.ops import ctc_loss
 from tests.support.calls import Arguments, Case, Draw, scatter_add_call, unary_call
 from tests.support.recorded import Traced, through
 

@@ -18,10 +18,10 @@ import torch
 from torch import fx
 
 from graphaccel.capture.canonical.calls import arguments_of, emit, replace_call
+from graphaccel.capture.canonical.causal import causal_attention
 from graphaccel.capture.canonical.losses import LOSSES
-from graphaccel.capture.causal import causal_attention
 from graphaccel.ir.values import operands
-from graphaccel.kernels.experts import PRODUCT
+from graphaccel.kernels.ops.experts import PRODUCT
 
 aten = torch.ops.aten
 

@@ -9,7 +9,8 @@ from unittest.mock import patch
 
 import torch
 
-# Raised by export where the user's code branches on the value of a tensor (capture/export.py).
+# Raised by export where the user's code branches on the value of a tensor
+# (capture/export/export.py).
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode as DataDependentError
 
 # Its cache of parametrized weights has no public way to start empty.

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 # Which ops are composed of others, and which of these stay one call where no op is decomposed on
-# purpose (capture/decompose.py does what `ExportedProgram.run_decompositions({})` does).
+# purpose (capture/export/decompose.py does what `ExportedProgram.run_decompositions({})` does).
 from torch._export.utils import _is_cia_op, _is_preservable_cia_op
 
 from graphaccel.compat.torch import pytree

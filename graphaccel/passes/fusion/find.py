@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from graphaccel.capture.blocks import block_of
 from graphaccel.capture.differentiate import module_path
-from graphaccel.capture.export import ForwardGraph
+from graphaccel.capture.export.export import ForwardGraph
+from graphaccel.capture.layers.blocks import block_of
 from graphaccel.compat.torch.fakes import fake_mode_of
 from graphaccel.ir.match import Near, Pattern, match_at
 from graphaccel.kernels.register import wide_form

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphaccel.capture.export import ForwardGraph
+from graphaccel.capture.export.export import ForwardGraph
 from graphaccel.capture.patterns import simplify
 from graphaccel.capture.stepgraph import StepGraph, assemble, of_few
 from graphaccel.capture.symbols import integers

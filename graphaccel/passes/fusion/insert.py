@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from graphaccel.capture.causal import causal_attention
+from graphaccel.capture.canonical.causal import causal_attention
 from graphaccel.capture.patterns import trace_pattern
 from graphaccel.kernels.spec import Function
 from graphaccel.passes.fusion.matmul_bias import without_bias

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphaccel.capture.blocks import block_of
+from graphaccel.capture.layers.blocks import block_of
 from graphaccel.ir.program import Value
 from graphaccel.ir.replication.layers import with_places
-from graphaccel.passes.outline_stages import Outline, StageOutline
+from graphaccel.passes.stages.outline_stages import Outline, StageOutline
 
 _TOLD = ("phase", "made_by", "bind", "scratch")  # what passes read of a node besides its call
 _NAMED = ("constant", "parameter", "buffer", "gradient")  # kinds named after a parameter

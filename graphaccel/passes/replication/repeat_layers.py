@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from torch import fx
 
-from graphaccel.capture.replicate import layered
+from graphaccel.capture.layers.replicate import layered
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.ir.replication.repeat import Pattern
 from graphaccel.ir.replication.unfold import Unfolded

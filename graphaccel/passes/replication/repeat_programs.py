@@ -26,7 +26,7 @@ from itertools import groupby
 
 from torch import fx
 
-from graphaccel.capture.blocks import block_of
+from graphaccel.capture.layers.blocks import block_of
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.ir.program import StageProgram, Value
 from graphaccel.ir.replication.layers import Layered, NotRepeated, Run, copies

@@ -23,7 +23,7 @@ from graphaccel.ir.replication.layers import KEPT, NotRepeated, Run, copies
 from graphaccel.ir.text import graph_text
 from graphaccel.passes.adapters import of_rank
 from graphaccel.passes.context import Context, Fixed
-from graphaccel.passes.exact_microbatch import LocalStep
+from graphaccel.passes.microbatch.exact_microbatch import LocalStep
 from graphaccel.passes.replication.equal_stages import Twin, equal_stages
 from graphaccel.passes.replication.few_layers import cut_layers, ends_among, stage_ends
 from graphaccel.passes.replication.repeat_layers import repeat_layers

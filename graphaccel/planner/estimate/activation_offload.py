@@ -1,8 +1,8 @@
 """Activations offloaded to the host: their bytes by position, and the seconds of their copies.
 
 Counted are storages that are saved for the backward and have `LARGE` bytes or more; the pass
-(`passes.offload_activations`) leaves some of these on the device, and a built program has the exact
-list.
+(`passes.activations.offload_activations`) leaves some of these on the device, and a built program
+has the exact list.
 """
 
 from __future__ import annotations

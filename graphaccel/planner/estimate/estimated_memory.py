@@ -2,7 +2,8 @@
 
 It follows the liveness of the joint graph, cut into stages; a stage in 1F1B holds values of as many
 microbatches as the schedule keeps in flight. What ZeRO gathers and reduces is allocated and freed
-at the positions that read it (`passes.gather_parameters`, `passes.reduce_shards`).
+at the positions that read it (`passes.parameters.gather_parameters`,
+`passes.gradients.reduce_shards`).
 """
 
 from __future__ import annotations
@@ -208,7 +209,8 @@ class _Estimate:
 
 
 def in_parts(profile: Profile, sized: SizedProfile, plan: Plan) -> np.ndarray:
-    """Which of the values that may cross a cut are sent in parts (`passes.scatter_sends`)."""
+    """Which of the values that may cross a cut are sent in parts
+    (`passes.stages.scatter_sends`)."""
     storage = profile.crossing.storage
     if not plan.scatter_sends:
         return np.zeros(len(storage), dtype=bool)

@@ -1,11 +1,11 @@
 """Offloaded parameters: their bytes on the device by position, and exposed seconds of prefetch.
 
 They are copied to the device a block at a time, one block ahead of use, and freed after it, in the
-forward and again in the backward (`passes.upload_parameters`; Rajbhandari et al., ZeRO-Infinity,
-2021, §5.1.1 and 5.2). Parameters that are read outside of blocks are copied alone. Under ZeRO 3 the
-shard is copied to the device: it is held until it is gathered, a block ahead too, and what is
-gathered is held as without offload (`planner.estimate.zero_memory`). Bytes are those in the stored
-dtype: casts run on the device.
+forward and again in the backward (`passes.parameters.upload_parameters`; Rajbhandari et al.,
+ZeRO-Infinity, 2021, §5.1.1 and 5.2). Parameters that are read outside of blocks are copied alone.
+Under ZeRO 3 the shard is copied to the device: it is held until it is gathered, a block ahead too,
+and what is gathered is held as without offload (`planner.estimate.zero_memory`). Bytes are those in
+the stored dtype: casts run on the device.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Sharded parameters are gathered a group at a time, one group ahead of use, and copied out of it one
 by one; sharded gradients are collected in the flat tensor of their group, which is waited for when
-the next one is sent (`passes.gather_parameters`, `passes.reduce_shards`).
+the next one is sent (`passes.parameters.gather_parameters`, `passes.gradients.reduce_shards`).
 """
 
 from __future__ import annotations

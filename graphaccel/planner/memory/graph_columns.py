@@ -18,8 +18,8 @@ from torch import fx
 
 from graphaccel.ir.replication.unfold import Unfolded, unfolded_from
 from graphaccel.ir.values import returned, shares, tensors_of
-from graphaccel.kernels.expert_rows import EXCHANGE, ROWS
 from graphaccel.kernels.host_copy import TO_HOST
+from graphaccel.kernels.ops.expert_rows import EXCHANGE, ROWS
 from graphaccel.kernels.register import fusion_of, is_backward
 
 _GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default

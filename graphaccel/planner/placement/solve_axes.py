@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from torch import fx
 
-from graphaccel.capture.export import GraphInput
+from graphaccel.capture.export.export import GraphInput
 from graphaccel.capture.stepgraph import Repeats, StepGraph
 from graphaccel.errors import BadPin
 from graphaccel.ir.program import Sharded

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from graphaccel.capture.blocks import block_of
+from graphaccel.capture.layers.blocks import block_of
 from graphaccel.ir.replication.layers import NotRepeated, Run, among, copies
 from graphaccel.sharding.placement_names import PARAMETERS, Name
 

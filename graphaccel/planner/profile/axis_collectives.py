@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphaccel.kernels.expert_rows import EXCHANGE
+from graphaccel.kernels.ops.expert_rows import EXCHANGE
 from graphaccel.planner.cluster.cluster import Cluster
 from graphaccel.planner.cluster.communication import (
     all_gather_seconds,

@@ -4,7 +4,7 @@ A block is recomputed fully, or except for some of its values, which are saved. 
 forward are of one kind: what is computed for one holds for all of them.
 
 Recomputed are the values that the backward reads and the values that they depend on, up to those
-that are saved, random or communicated, or left the block (`passes.recompute`).
+that are saved, random or communicated, or left the block (`passes.activations.recompute`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from torch import fx
 
-from graphaccel.capture.blocks import block_of
+from graphaccel.capture.layers.blocks import block_of
 from graphaccel.ir.replication.layers import split
 
 if TYPE_CHECKING:

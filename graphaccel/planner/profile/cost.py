@@ -25,8 +25,8 @@ from graphaccel.capture.symbols import evaluate
 from graphaccel.compat.torch.onednn import onednn_linear
 from graphaccel.ir.calls import COUNTED_LIKE, counted_packet, is_causal, op_packet
 from graphaccel.ir.values import operands
-from graphaccel.kernels.experts import GRADIENT as EXPERT_GRADIENT
-from graphaccel.kernels.experts import PRODUCT as EXPERT_PRODUCT
+from graphaccel.kernels.ops.experts import GRADIENT as EXPERT_GRADIENT
+from graphaccel.kernels.ops.experts import PRODUCT as EXPERT_PRODUCT
 from graphaccel.kernels.register import fusion_of, is_backward
 from graphaccel.kernels.spec import Chunks, Fusion
 from graphaccel.planner.cluster.cluster import Device

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from graphaccel.capture.blocks import block_of
+from graphaccel.capture.layers.blocks import block_of
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.ir.replication.layers import NotRepeated
 from graphaccel.ir.replication.unfold import node_names
@@ -165,8 +165,8 @@ class Profile:
     @cached_property
     def node_weight(self) -> np.ndarray:
         """Whether a node contributes to the gradient of one parameter and nothing else: what a
-        schedule with separate weight gradients can run later (`passes.split_weights` decides by the
-        cuts)."""
+        schedule with separate weight gradients can run later (`passes.stages.split_weights` decides
+        by the cuts)."""
         lines, names = self.lines, {"": -1}
         only = [0] * len(lines.of)  # number of the one parameter; 0: of none, -1: of several
         for row, spec in zip(lines.results.tolist(), self.step.outputs, strict=True):
@@ -323,15 +323,15 @@ class Profile:
 
     @cached_property
     def node_released(self) -> np.ndarray:
-        """Calls of the forward that cast a parameter (`passes.recompute_casts` repeats them for the
-        backward)."""
+        """Calls of the forward that cast a parameter (`passes.parameters.recompute_casts` repeats
+        them for the backward)."""
         cast = self.lines.told([n.target is _CAST for n in self.lines.nodes])
         return cast & self._of_parameters & self.node_forward
 
     @cached_property
     def node_held(self) -> np.ndarray:
-        """Those of them that `passes.cast_parameters_once` may run once a step: casts of a
-        parameter itself to 16 bits."""
+        """Those of them that `passes.parameters.cast_parameters_once` may run once a step: casts of
+        a parameter itself to 16 bits."""
         lines = self.lines
         own = np.zeros(len(lines.of), dtype=bool)
         own[lines.inputs] = [spec.kind == "parameter" for spec in self.step.inputs]
@@ -343,7 +343,7 @@ class Profile:
     @cached_property
     def node_added(self) -> np.ndarray:
         """Matmuls whose result is the gradient of a parameter: where gradients are accumulated,
-        they write into the buckets themselves (`passes.accumulate_gradients`)."""
+        they write into the buckets themselves (`passes.gradients.accumulate_gradients`)."""
         found = np.zeros(len(self.lines.of), dtype=bool)
         found[self.storages.made[self.storages.gradient]] = True
         return found & self.lines.told([_is_result(n) for n in self.lines.nodes])

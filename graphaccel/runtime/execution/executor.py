@@ -22,7 +22,7 @@ from graphaccel.runtime.execution.messages import Messages, sent_values
 from graphaccel.runtime.execution.parts import Parts, part_of
 from graphaccel.runtime.execution.results import Results
 from graphaccel.runtime.execution.state import Held, StepResult, StepState
-from graphaccel.runtime.inductor import StageCompiler
+from graphaccel.runtime.inductor.compile import StageCompiler
 from graphaccel.runtime.loss_scale import LossScale
 from graphaccel.runtime.mesh import Mesh, axes_of
 from graphaccel.runtime.tf32 import rounding

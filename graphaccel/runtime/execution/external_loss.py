@@ -26,7 +26,7 @@ from graphaccel.runtime.execution.executor import Executor
 from graphaccel.runtime.execution.lost_rank import is_connection
 from graphaccel.runtime.execution.parts import over_data
 from graphaccel.runtime.execution.state import Held, StepState
-from graphaccel.runtime.inductor import StageCompiler
+from graphaccel.runtime.inductor.compile import StageCompiler
 from graphaccel.runtime.mesh import Mesh
 from graphaccel.schedule.table import Action
 

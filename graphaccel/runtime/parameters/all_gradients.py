@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graphaccel.errors import GraphMisuse
-from graphaccel.kernels.multi_tensor import MultiTensor
+from graphaccel.kernels.multi_tensor.steps import MultiTensor
 from graphaccel.runtime.mesh import Mesh
 from graphaccel.runtime.parameters.remote import RemoteTensor
 from graphaccel.runtime.parameters.sharded import ShardTensor, local_of

@@ -1,4 +1,5 @@
-"""Fused step of the user's Adam, AdamW or SGD over all its parameters (`kernels.multi_tensor`).
+"""Fused step of the user's Adam, AdamW or SGD over all its parameters
+(`kernels.multi_tensor.steps`).
 
 While `optimizer.step()` runs, parameter groups that are stepped here are empty, so that torch's own
 code has nothing to do for them; before and after, the groups are the user's, and the state is the
@@ -18,8 +19,8 @@ import torch
 from torch import Tensor
 
 from graphaccel.compat.torch.optimizers import order_step_hooks
-from graphaccel.kernels.multi_tensor import AdamRule, Around, MultiTensor, SGDRule
-from graphaccel.runtime.large_pages import zeros_like_all
+from graphaccel.kernels.multi_tensor.steps import AdamRule, Around, MultiTensor, SGDRule
+from graphaccel.runtime.host_memory.large_pages import zeros_like_all
 from graphaccel.runtime.parameters.all_gradients import AllGradients
 
 Optimizer = torch.optim.Optimizer

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from graphaccel.capture.export import GraphInput
+from graphaccel.capture.export.export import GraphInput
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.ir.fakes import Fakes
 from graphaccel.ir.program import Sharded

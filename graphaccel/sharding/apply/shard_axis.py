@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphaccel.capture.export import GraphInput, GraphOutput
+from graphaccel.capture.export.export import GraphInput, GraphOutput
 from graphaccel.compat.torch.fakes import fake_mode_of
 from graphaccel.compat.torch.graphs import graph_module
 from graphaccel.ir.calls import arguments

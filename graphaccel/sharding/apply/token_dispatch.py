@@ -18,7 +18,7 @@ import operator
 import torch
 from torch import fx
 
-from graphaccel.kernels.expert_rows import EXCHANGE, ROWS
+from graphaccel.kernels.ops.expert_rows import EXCHANGE, ROWS
 from graphaccel.sharding.apply.graph_builder import Emitter
 from graphaccel.sharding.rules.shard import Shard
 

@@ -9,13 +9,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from graphaccel.capture.export import GraphInput, GraphOutput
+from graphaccel.capture.export.export import GraphInput, GraphOutput
 from graphaccel.capture.symbols import BATCH
 from graphaccel.ir.calls import is_random
 from graphaccel.ir.values import operands
-from graphaccel.kernels.experts import GRADIENT, PRODUCT
-from graphaccel.sharding.rules import indexing
-from graphaccel.sharding.rules.factories import UNIFORM
+from graphaccel.kernels.ops.experts import GRADIENT, PRODUCT
+from graphaccel.sharding.rules.ops import indexing
+from graphaccel.sharding.rules.ops.factories import UNIFORM
 from graphaccel.sharding.rules.shard import Placement, Shard
 
 Value: TypeAlias = tuple[fx.Node, int]  # a call and which of its results

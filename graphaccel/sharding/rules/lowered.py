@@ -14,9 +14,9 @@ import torch
 from torch import fx
 
 from graphaccel.ir.calls import arguments
-from graphaccel.kernels.experts import GRADIENT, PRODUCT
-from graphaccel.sharding.rules.indexing import takes_rows
+from graphaccel.kernels.ops.experts import GRADIENT, PRODUCT
 from graphaccel.sharding.rules.notation import output_shapes, shape_of, tensor_arguments
+from graphaccel.sharding.rules.ops.indexing import takes_rows
 from graphaccel.sharding.rules.propagate import PARTIAL, REPLICATED
 from graphaccel.sharding.rules.shard import Row, Shard, Shards
 

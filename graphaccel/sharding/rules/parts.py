@@ -1,7 +1,7 @@
 """Ops between the values of one part of the batch (microbatch x data rank) and the whole batch.
 
 Both ops only mark a place in the graph of one part: the runtime joins, sums and slices between the
-graphs (`passes.two_pass_head`), so neither op has a kernel.
+graphs (`passes.microbatch.two_pass_head`), so neither op has a kernel.
 """
 
 from __future__ import annotations

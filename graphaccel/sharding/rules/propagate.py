@@ -28,11 +28,11 @@ from torch import fx
 
 from graphaccel.ir.calls import draws_by_shape, is_random
 from graphaccel.ir.values import operands
-from graphaccel.sharding.rules.factories import COUNTS, UNIFORM
 from graphaccel.sharding.rules.head import MOST, close, is_backward, share_of_weights
-from graphaccel.sharding.rules.indexing import only_counts_rows
 from graphaccel.sharding.rules.notation import Notation, reshaped, shape_of, tensor_arguments
-from graphaccel.sharding.rules.shapes import REGROUPS
+from graphaccel.sharding.rules.ops.factories import COUNTS, UNIFORM
+from graphaccel.sharding.rules.ops.indexing import only_counts_rows
+from graphaccel.sharding.rules.ops.shapes import REGROUPS
 from graphaccel.sharding.rules.shard import Shard
 from graphaccel.sharding.rules.table import rule_of
 
@@ -202,7 +202,7 @@ class _State:
         """Nodes that would have to run on the whole batch, each with the reason. Conflicts in the
         backward are reported only if the forward has none, as they may follow from those.
 
-        Batch statistics are summed over the data axis (`passes.synchronise_batch_norm`).
+        Batch statistics are summed over the data axis (`passes.microbatch.synchronise_batch_norm`).
         """
         found = {
             c.node: c.reason

@@ -19,7 +19,6 @@ from torch import fx
 from graphaccel.ir.calls import arguments, is_random
 from graphaccel.ir.values import operands
 from graphaccel.kernels.register import fusion_of
-from graphaccel.sharding.rules.factories import COUNTS, UNIFORM
 from graphaccel.sharding.rules.lowered import lowered_rows
 from graphaccel.sharding.rules.notation import (
     Notation,
@@ -29,9 +28,10 @@ from graphaccel.sharding.rules.notation import (
     shape_of,
     tensor_arguments,
 )
-from graphaccel.sharding.rules.pointwise import is_pointwise
+from graphaccel.sharding.rules.ops.factories import COUNTS, UNIFORM
+from graphaccel.sharding.rules.ops.pointwise import is_pointwise
+from graphaccel.sharding.rules.ops.shapes import REGROUPS
 from graphaccel.sharding.rules.propagate import PARTIAL, REPLICATED
-from graphaccel.sharding.rules.shapes import REGROUPS
 from graphaccel.sharding.rules.shard import Placement, Row, Shard, Shards
 from graphaccel.sharding.rules.table import rule_of
 

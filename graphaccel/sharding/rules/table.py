@@ -1,7 +1,7 @@
 """Table of the sharding rules of every ATen op that occurs in captured training steps.
 
 `rule_of(node)` returns the node's `Notation`, or None where no rule is known: callers then refuse a
-sharded operand and name the op. Elementwise ops need no entry (`sharding.rules.pointwise`).
+sharded operand and name the op. Elementwise ops need no entry (`sharding.rules.ops.pointwise`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from types import MappingProxyType
 
 from torch import fx
 
-from graphaccel.sharding.rules import (
+from graphaccel.sharding.rules.custom import own_rule
+from graphaccel.sharding.rules.notation import Notation, Rules, kept_whole
+from graphaccel.sharding.rules.ops import (
     attention,
     collectives,
     factories,
@@ -21,14 +23,12 @@ from graphaccel.sharding.rules import (
     losses,
     normalise,
     pointwise,
-    products,
     reductions,
     shapes,
 )
-from graphaccel.sharding.rules import batch_dims as leading
-from graphaccel.sharding.rules.custom import own_rule
-from graphaccel.sharding.rules.fused import fused_rule
-from graphaccel.sharding.rules.notation import Notation, Rules, kept_whole
+from graphaccel.sharding.rules.ops import batch_dims as leading
+from graphaccel.sharding.rules.ops import matmuls as products
+from graphaccel.sharding.rules.ops.fused import fused_rule
 
 RULES: Rules = MappingProxyType(
     {

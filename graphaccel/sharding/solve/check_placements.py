@@ -7,7 +7,7 @@ from math import inf
 
 from torch import fx
 
-from graphaccel.capture.export import GraphInput
+from graphaccel.capture.export.export import GraphInput
 from graphaccel.sharding.placement_names import Name, NotPlaced, names_of
 from graphaccel.sharding.placement_text import call_text, placement_text
 from graphaccel.sharding.rules.call_values import source_of

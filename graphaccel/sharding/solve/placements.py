@@ -22,11 +22,11 @@ from torch import fx
 from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
-from graphaccel.capture.export import GraphInput, GraphOutput
+from graphaccel.capture.export.export import GraphInput, GraphOutput
 from graphaccel.ir.calls import counted_packet, is_causal
-from graphaccel.sharding.rules import collectives
 from graphaccel.sharding.rules.call_values import Value, shapes_of, source_of, tensor_of
 from graphaccel.sharding.rules.notation import output_shapes, tensor_arguments
+from graphaccel.sharding.rules.ops import collectives
 from graphaccel.sharding.rules.propagate import PARTIAL, REPLICATED
 from graphaccel.sharding.rules.shard import Placement, Row, Shard, Shards
 from graphaccel.sharding.rules.solution import Placements

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphaccel.capture.export import GraphInput, GraphOutput
+from graphaccel.capture.export.export import GraphInput, GraphOutput
 from graphaccel.capture.symbols import BATCH, SEQUENCE
 from graphaccel.ir.values import operands
 from graphaccel.sharding.rules.call_values import (

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from graphaccel.capture.export import GraphInput
+from graphaccel.capture.export.export import GraphInput
 from graphaccel.ir.replication.layers import Run
 from graphaccel.sharding.rules.call_values import source_of
 from graphaccel.sharding.rules.notation import output_shapes, tensor_arguments

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 
 from graphaccel.ir.program import StageProgram
-from graphaccel.passes.accumulate_gradients import accumulate_gradients
+from graphaccel.passes.gradients.accumulate_gradients import accumulate_gradients
 from graphaccel.planner.plan.plan import Plan
 from tests.graph.passes.support import LINEAR, held_by_linear, program_of, text_of
 

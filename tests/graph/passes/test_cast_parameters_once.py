@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from graphaccel.ir.program import StageProgram
-from graphaccel.passes.cast_parameters_once import cast_parameters_once
+from graphaccel.passes.parameters.cast_parameters_once import cast_parameters_once
 from graphaccel.planner.plan.plan import Plan, Precision
 from tests.graph.passes.support import assert_same_results, program_of, text_of
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from graphaccel.capture.export import GraphInput, GraphOutput
+from graphaccel.capture.export.export import GraphInput, GraphOutput
 from graphaccel.ir.text import node_text
-from graphaccel.passes.cut_stages import StagedGraph, cut_stages
+from graphaccel.passes.stages.cut_stages import StagedGraph, cut_stages
 from tests.graph.passes.support import joint, values_of
 
 GRAPH = """\

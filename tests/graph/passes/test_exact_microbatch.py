@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from graphaccel.passes.exact_microbatch import exact_microbatch
+from graphaccel.passes.microbatch.exact_microbatch import exact_microbatch
 from graphaccel.planner.plan.plan import Plan
 from tests.graph.passes.captured import eager, inputs_of, layer
 from tests.graph.passes.support import text_of_graph

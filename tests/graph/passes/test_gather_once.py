@@ -7,8 +7,8 @@ from __future__ import annotations
 import torch
 
 from graphaccel.ir.program import Owned, Sharded, StageProgram
-from graphaccel.passes.gather_once import gather_once
-from graphaccel.passes.parameter_groups import ShardedParameters
+from graphaccel.passes.parameters.gather_once import gather_once
+from graphaccel.passes.parameters.parameter_groups import ShardedParameters
 from graphaccel.planner.plan.plan import Plan
 from tests.graph.passes.support import LINEAR, held_by_linear, program_of, text_of
 from tests.support.lockstep import run_ranks

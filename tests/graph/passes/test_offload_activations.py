@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from graphaccel.ir.program import StageProgram
-from graphaccel.passes import offload_activations as module
+from graphaccel.passes.activations import offload_activations as module
 from graphaccel.planner.plan.plan import Plan
 from tests.graph.passes.support import (
     LINEAR,

@@ -13,8 +13,8 @@ import torch
 
 from graphaccel import passes
 from graphaccel.capture.stepgraph import StepGraph
-from graphaccel.passes import prune_output_gradients as prune_output_gradients
 from graphaccel.passes.context import Context
+from graphaccel.passes.gradients import prune_output_gradients
 from graphaccel.passes.pipeline import PIPELINE
 from graphaccel.passes.replication import replicated
 from graphaccel.passes.runner import Pass, Runner

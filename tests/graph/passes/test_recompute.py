@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from graphaccel.passes.recompute import recompute
+from graphaccel.passes.activations.recompute import recompute
 from graphaccel.planner.plan.plan import Plan
 from tests.graph.passes.support import assert_same_bits, joint, text_of_graph
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from graphaccel.passes.recompute_casts import recompute_casts
+from graphaccel.passes.parameters.recompute_casts import recompute_casts
 from tests.graph.passes.support import assert_same_bits, joint, text_of_graph
 
 BEFORE = """\

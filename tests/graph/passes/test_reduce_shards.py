@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 
 from graphaccel.ir.program import Owned, Sharded, StageProgram
-from graphaccel.passes.reduce_shards import reduce_shards
+from graphaccel.passes.gradients.reduce_shards import reduce_shards
 from graphaccel.planner.plan.plan import Plan
 from tests.graph.passes.support import LINEAR, program_of, text_of, values_of
 from tests.support.lockstep import run_ranks

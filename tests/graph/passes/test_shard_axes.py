@@ -8,7 +8,7 @@ import torch
 
 from graphaccel.compiler.programs import with_placements
 from graphaccel.ir.program import Sharded
-from graphaccel.passes.exact_microbatch import exact_microbatch
+from graphaccel.passes.microbatch.exact_microbatch import exact_microbatch
 from graphaccel.passes.shard_axes import shard_axes
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.sharding.apply.local_graph import LocalGraph

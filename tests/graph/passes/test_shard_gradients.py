@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from graphaccel.ir.program import Owned, Sharded, StageProgram
-from graphaccel.passes.shard_gradients import shard_gradients
+from graphaccel.passes.gradients.shard_gradients import shard_gradients
 from tests.graph.passes.support import (
     LINEAR,
     assert_same_results,

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from graphaccel.capture.export import GraphInput, GraphOutput
+from graphaccel.capture.export.export import GraphInput, GraphOutput
 from graphaccel.ir.program import StageProgram
-from graphaccel.passes.outline_stages import outline_stages
-from graphaccel.passes.split_phases import split_phases
+from graphaccel.passes.stages.outline_stages import outline_stages
+from graphaccel.passes.stages.split_phases import split_phases
 from tests.graph.passes.support import joint, text_of, values_of
 from tests.graph.passes.test_cut_stages import GRAPH, cut
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from graphaccel.ir.program import StageProgram
-from graphaccel.passes.split_weights import split_weights, with_weights
+from graphaccel.passes.stages.split_weights import split_weights, with_weights
 from graphaccel.planner.plan.plan import Plan
 from tests.graph.passes.support import program_of, text_of, values_of
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from graphaccel.capture.batch import Batch, flatten_call
 from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.ir.text import graph_text
-from graphaccel.passes.synchronise_batch_norm import synchronise_batch_norm
+from graphaccel.passes.microbatch.synchronise_batch_norm import synchronise_batch_norm
 from graphaccel.planner.plan.plan import Plan
 from tests.graph.passes.captured import inputs_of
 

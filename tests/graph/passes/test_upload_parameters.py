@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from graphaccel.ir.program import StageProgram
-from graphaccel.passes.upload_parameters import upload_parameters
+from graphaccel.passes.parameters.upload_parameters import upload_parameters
 from graphaccel.planner.plan.plan import Plan
 from tests.graph.passes.support import (
     LINEAR,

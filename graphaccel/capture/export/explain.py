@@ -1,0 +1,250 @@
+"""Turn failures of a capture into GraphAccelErrors that show the user's own line."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+import sysconfig
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from graphaccel.capture.batch import Batch
+from graphaccel.capture.export.assigned import AssignedWithGradient
+from graphaccel.capture.export.no_grad import WrittenWithoutGrad
+from graphaccel.capture.export.outputs import UnseenOutput
+from graphaccel.capture.export.python_function import RuleRefused
+from graphaccel.capture.export.watch import INSIDE, TRANSFORMS, GradientInside, OwnGenerator
+from graphaccel.capture.export.weights import Unregistered, Weights
+from graphaccel.compat.torch.export import DataDependentError, is_known
+from graphaccel.errors import (
+    CaptureRefused,
+    DrawnOutside,
+    GradientRuleRefused,
+    GraphAccelError,
+    TensorBranch,
+    UnregisteredWeight,
+)
+from graphaccel.errors.messages import Location
+from graphaccel.ir.calls import arguments
+
+_DISTRIBUTIONS = f"{torch.__path__[0]}{os.sep}distributions{os.sep}"
+_FORWARD_MODE = (
+    "first derivatives in a direction can be captured:  "
+    "value, slope = torch.func.jvp(function, (x,), (direction,))"
+)
+_LOST = {
+    False: "a gradient that is taken in the forward reads values that torch.export loses",
+    True: "torch.export can not trace this transform of torch.func",
+}
+_STDLIB = f"{sysconfig.get_paths()['stdlib']}{os.sep}"
+
+
+def explained(error: Exception, model: nn.Module, weights: Weights) -> Exception:
+    """The GraphAccelError that explains why an export of `model` failed."""
+    if isinstance(error, GraphAccelError):
+        return error
+    frame = _user_frame(error)
+    location = None if frame is None else _location(frame)
+    where = _module_of(error, model)
+    if isinstance(error, OwnGenerator):
+        return DrawnOutside(
+            module=where,
+            generator="a `torch.Generator` of its own",
+            location=location,
+            help_line="leave `generator=` out, and seed before the call of the model:  "
+            "torch.manual_seed(0)",
+        )
+    if isinstance(error, WrittenWithoutGrad):
+        location = line_of(error.stack_trace)
+    if isinstance(error, DataDependentError):
+        files = [f.filename for f in traceback.extract_tb(error.__traceback__)]
+        checked = any(name.startswith(_DISTRIBUTIONS) for name in files)
+        return TensorBranch(module=where, location=location, distribution=checked)
+    if isinstance(error, Unregistered):
+        found = weights.described(error.tensor)
+        return UnregisteredWeight(
+            module=where, name=found.name, line=found.line, of=error.of, location=location
+        )
+    if isinstance(error, RuleRefused):
+        inner = None if error.__cause__ is None else _user_frame(error.__cause__)
+        location = location if inner is None else _location(inner)
+        return GradientRuleRefused(
+            module=where,
+            rule=error.what,
+            reason=error.reason,
+            line=error.line,
+            location=location,
+        )
+    return _without_graph(error, where, location)
+
+
+def _without_graph(error: Exception, where: str, location: Location | None) -> CaptureRefused:
+    """The CaptureRefused for what has no graph."""
+    reason = next((line.strip() for line in str(error).splitlines() if line.strip()), repr(error))
+    reason, line = re.sub(r"\s+", " ", reason)[:300], ""
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = next((i for i, f in enumerate(frames) if f.filename.endswith(TRANSFORMS)), 0)
+    if isinstance(error, AssignedWithGradient):
+        location = None
+        reason = f"it replaces its buffer `{error.name}` by a value that requires a gradient"
+        line = f"self.{error.name.rpartition('.')[2]} = value.detach()"
+    elif isinstance(error, UnseenOutput):
+        reason = (
+            f"it returns an object of class {error.kind}, in which {error.what} is not found "
+            "among the attributes"
+        )
+        line = (
+            "return a tensor, a tuple, a dict or a dataclass:  "
+            "return {'loss': loss, 'logits': logits}"
+        )
+    elif isinstance(error, GradientInside):
+        own = _own(error.stack)
+        location = _location(own[-1]) if own else None
+        reason, line = _LOST[error.transformed], _FORWARD_MODE
+    elif inside and isinstance(error, AttributeError) and "'Tensor'" in reason:
+        own = _own(frames[:inside])
+        location = _location(own[-1]) if own else None
+        reason, line = _LOST[True], _FORWARD_MODE
+    elif "register_dataclass" in reason:
+        kind = re.search(r"<class '(?:.*\.)?(\w+)'>", reason)
+        name = kind[1] if kind else "Batch"
+        reason = f"an input is an object of class {name}, which pytree does not know"
+        line = f"torch.export.register_dataclass({name})  # before optimize(), of a dataclass"
+    return CaptureRefused(module=where, location=location, reason=reason, help_line=line)
+
+
+def _location(frame: traceback.FrameSummary) -> Location:
+    """The line as the user wrote it, with the columns of the expression where Python knows them."""
+    number = frame.lineno or 0
+    text = linecache.getline(frame.filename, number).rstrip("\n")
+    start, end = getattr(frame, "colno", None), getattr(frame, "end_colno", None)
+    several = getattr(frame, "end_lineno", number) != number
+    if start is None or end is None or several or "\t" in text:
+        return Location(frame.filename, number, text)
+    raw = text.encode()  # columns count bytes
+    return Location(
+        frame.filename, number, text, len(raw[:start].decode()), len(raw[:end].decode())
+    )
+
+
+def _user_frame(error: BaseException) -> traceback.FrameSummary | None:
+    """The innermost frame outside torch and graphaccel; the user's own before a library's."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = _own(frames)
+    return own[-1] if own else None
+
+
+def _own(frames: Sequence[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
+    own = [f for f in frames if not f.filename.startswith(("<", *INSIDE))]
+    own = [f for f in own if not f.filename.startswith(_STDLIB) or "/site-packages/" in f.filename]
+    return [f for f in own if "/site-packages/" not in f.filename] or own
+
+
+def _module_of(error: BaseException, model: nn.Module) -> str:
+    """`Class.method` of the innermost user module that was running."""
+    name = f"{type(model).__name__}.forward"
+    step = error.__traceback__
+    known = {type(module) for module in model.modules()}
+    while step is not None:
+        code = step.tb_frame.f_code
+        owner = step.tb_frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if type(owner) in known and not code.co_filename.startswith(("<", *INSIDE)):
+            name = f"{type(owner).__name__}.{code.co_name}"
+        step = step.tb_next
+    return name
+
+
+def line_of(stack_trace: str) -> Location | None:
+    """The innermost line outside torch in a node's stack trace."""
+    frames = re.findall(r'File "([^"]+)", line (\d+)', stack_trace)
+    own = [(f, int(n)) for f, n in frames if not f.startswith(INSIDE)]
+    return Location(*own[-1]) if own else None
+
+
+def refuse_unplannable(graph: fx.Graph, model: nn.Module) -> None:
+    """Raises CaptureRefused for values that pass export but cannot be planned."""
+    for node in graph.nodes:
+        reason = _unplannable(node)
+        if reason is None:
+            continue
+        stack = list((node.meta.get("nn_module_stack") or {}).values())
+        kind = str(stack[-1][1]).rsplit(".", 1)[-1] if len(stack) > 1 else type(model).__name__
+        location = line_of(node.meta.get("stack_trace") or "")
+        raise CaptureRefused(module=f"{kind}.forward", location=location, reason=reason)
+
+
+def _unplannable(node: fx.Node) -> str | None:
+    """Why the size of a value is not known in advance, or None."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        if not all(isinstance(size, int) or is_known(size) for size in value.shape):
+            return (  # `x[x > 0]`
+                "the shape of its result depends on the values of a tensor; "
+                "torch.where and masked sums keep the shape"
+            )
+        if value.layout != torch.strided:
+            return f"its result is sparse ({value.layout}); a dense tensor can be planned with"
+    return None
+
+
+def refuse_lookups(graph: fx.GraphModule, model: nn.Module) -> None:
+    """Raises CaptureRefused for embedding tables that are written while they are read (`max_norm`),
+    or whose gradient is not a dense tensor (`sparse`)."""
+    regions = [m for m in graph.modules() if isinstance(m, fx.GraphModule)]
+    for node in (node for region in regions for node in region.graph.nodes):
+        if node.op != "call_function" or "embedding" not in str(node.target):
+            continue
+        if "embedding_renorm" in str(node.target):
+            reason = "`max_norm` writes to the table while it is read"
+            line = (
+                "leave max_norm out, and before each step:  "
+                "torch.embedding_renorm_(table.weight.data, tokens, max_norm, 2.0)"
+            )
+        elif arguments(node).get("sparse"):
+            reason = "`sparse=True` gives a gradient that is no dense tensor"
+            line = (
+                "torch.nn.Embedding(..., sparse=False)  # the same gradient, for an optimizer of "
+                "dense ones"
+            )
+        else:
+            continue
+        stack = list((node.meta.get("nn_module_stack") or {}).values())
+        path = stack[-1][0] if stack else "model"
+        raise CaptureRefused(
+            module=path.removeprefix("model.")
+            if "." in path
+            else f"{type(model).__name__}.forward",
+            location=line_of(node.meta.get("stack_trace") or ""),
+            reason=reason,
+            help_line=line,
+        )
+
+
+def refuse_writes(program: Any, batch: Batch, model: nn.Module) -> None:
+    """Raises CaptureRefused for writes into inputs or trained parameters, which would be lost; a
+    frozen parameter is written back like a buffer."""
+    signature = program.graph_signature
+    placeholders = [n.name for n in program.graph_module.graph.nodes if n.op == "placeholder"]
+    first = len(placeholders) - len(batch.leaves)
+    for name in signature.user_inputs_to_mutate.values():
+        given = batch.names[placeholders.index(name) - first]
+        raise CaptureRefused(
+            module=f"{type(model).__name__}.forward",
+            reason=f"it writes to its input `{given}`; let it write to a copy: {given}.clone()",
+        )
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for whole in signature.parameters_to_mutate.values():
+        name = whole.removeprefix("model.")
+        uses = sum(p is parameters[name] for p in parameters.values())
+        if uses == 1 and not parameters[name].requires_grad:
+            continue
+        raise CaptureRefused(
+            module=f"{type(model).__name__}.forward",
+            reason=f"it writes to its parameter `{name}`; make it a buffer: "
+            "register_buffer(name, tensor)",
+        )

@@ -1,0 +1,304 @@
+"""Intercept what a model's forward does outside of graph ops while it is exported."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from graphaccel.capture.export.python_function import (
+    CALLS,
+    Call,
+    Calls,
+    PythonFunction,
+    Result,
+    RuleRefused,
+    Slot,
+)
+from graphaccel.capture.export.recorded import is_own, record, recording, tried_hook
+from graphaccel.capture.export.statistics import FORMS, cumulative_averages
+from graphaccel.capture.export.weights import Weights
+from graphaccel.compat.torch.autograd import (
+    checkpoints_called,
+    forward_class,
+    gradient_nodes_refused,
+    untransformed,
+)
+from graphaccel.compat.torch.fakes import FakeTensor
+from graphaccel.kernels.ops.ctc_loss import ctc_loss
+
+INSIDE = (f"{torch.__path__[0]}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
+"""Folders of torch and of graphaccel: frames in them are not the user's."""
+
+
+class OwnGenerator(Exception):
+    """The forward draws from a generator that it holds itself."""
+
+
+TRANSFORMS = tuple(f"{os.sep}_functorch{os.sep}{name}.py" for name in ("apis", "eager_transforms"))
+"""How the names of torch's files end that hold the transforms of torch.func."""
+
+
+class GradientInside(Exception):
+    """A gradient that the forward takes is not part of the graph. stack: where it is taken.
+    transformed: by a transform of torch.func."""
+
+    def __init__(self, stack: Sequence[traceback.FrameSummary]) -> None:
+        super().__init__("a gradient in the forward")
+        before = [i for i, frame in enumerate(stack) if frame.filename.endswith(TRANSFORMS)]
+        self.transformed = bool(before)
+        self.stack = stack[: before[0]] if before else stack
+
+
+_LOST = ("fake tensor in", "functorch tensor", "TensorWrapper")
+"""In texts of torch.export about a value of a gradient or a transform that is not in the graph."""
+
+_HANDS_OUT = "return the tensor from the model's forward, with loss_fn='outside'"
+
+
+class Watch:
+    """Watches the forward of `model` during one export; weights are the model's.
+
+    calls: the recorded calls, to be put back into the exported graph.
+    """
+
+    def __init__(self, model: nn.Module, weights: Weights) -> None:
+        self.calls = Calls()
+        self._gradients: list[Sequence[traceback.FrameSummary]] = []
+        self._model, self._weights = model, weights
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """A context for the forward. Raises Unregistered and RuleRefused."""
+        self.calls.calls.clear()
+        self.calls.marks.clear()
+        self._gradients.clear()
+        own = {id(t) for t in (*self._model.parameters(), *self._model.buffers())}
+        averages = cumulative_averages()
+        with ExitStack() as stack:
+            for context in (recording(), checkpoints_called(), _saved_as_they_are(), averages):
+                stack.enter_context(context)
+            stack.enter_context(gradient_nodes_refused(_node_read))
+            stack.enter_context(_Functions(self._weights, own, self.calls, self._gradients))
+            yield
+
+    def refuse_lost(self, program: Any) -> None:
+        """Raises GradientInside where a gradient that the forward takes is a constant in the
+        exported program: export loses gradients that read the result of an op."""
+        if self._gradients and any(isinstance(c, FakeTensor) for c in program.constants.values()):
+            raise GradientInside(self._gradients[0])
+
+    def cause(self, error: Exception) -> Exception:
+        """The reason for a failure of export, where the forward takes a gradient: GradientInside;
+        any other failure as it is."""
+        if self._gradients and any(lost in str(error) for lost in _LOST):
+            return GradientInside(self._gradients[0])
+        return error
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """A context for the whole export: makes recorded calls available."""
+        token = CALLS.set(self.calls)
+        try:
+            yield
+        finally:
+            CALLS.reset(token)
+
+    def finish(self, results: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+        """At the end of the forward: results of hooks, to be returned with the forward's results.
+
+        Raises RuleRefused for an autograd function in the graph of `results` that was not
+        intercepted."""
+        seen: set[Any] = set()
+        stack = [x.grad_fn for x in results if isinstance(x, torch.Tensor)]
+        while stack:
+            node = stack.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            kind = forward_class(node)
+            if kind is not None and not is_own(kind):
+                raise RuleRefused(
+                    f"the backward of `{kind.__name__}`",
+                    "it was applied in a way that is not seen",
+                    f"apply it in the forward:  {kind.__name__}.apply(x)",
+                )
+            stack += [before for before, _ in node.next_functions]
+        marks = self.calls.marks
+        marks[:] = [(mark, h) for mark, h in marks if h.id in (h.hooks_dict_ref() or ())]
+        return tuple(mark for mark, _ in marks)
+
+
+class _Functions(TorchFunctionMode):
+    """Intercepts every torch function that the forward calls, with its tensors.
+
+    own: ids of the parameters and buffers that stand in for the model's during export. gradients:
+    gets the stacks of gradients that are taken: by `torch.autograd.grad`, by torch.func.
+    """
+
+    def __init__(self, weights: Weights, own: set[int], calls: Calls, gradients: list[Any]) -> None:
+        super().__init__()
+        self._weights, self._own, self._calls = weights, own, calls
+        self._gradients = gradients
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for tensor in _tensors((args, kwargs.values())):
+            if id(tensor) not in self._own:
+                plain = untransformed(tensor)
+                self._weights.check(plain)
+                if plain is not tensor and not self._gradients:
+                    self._gradients.append(traceback.extract_stack())
+        if "generator" in kwargs:
+            kwargs = _default_generator(kwargs)
+        form = FORMS.get(func)
+        if form is not None:
+            return form(func, *args, **kwargs)
+        name = _NAMES.get(func)
+        if name is None:
+            return func(*args, **kwargs)
+        return getattr(self, f"_{name}")(func, *args, **kwargs)
+
+    def _gradient(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        self._gradients.append(traceback.extract_stack())
+        return func(*args, **kwargs)
+
+    def _backward(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        raise RuleRefused(
+            "`backward()` in the forward",
+            "a step has one backward, after its forward, and `.grad` is written there",
+            "return the loss, and call loss.backward() in the script",
+        )
+
+    def _read_data(self, func: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    def _write_data(self, func: Any, tensor: torch.Tensor, value: Any) -> None:
+        raise RuleRefused(
+            "a write to `.data`",
+            "gradients would not know of the new value",
+            "compute it as a new tensor, or change a parameter outside of the forward",
+        )
+
+    def _read_node(self, func: Any, tensor: torch.Tensor) -> Any:
+        node = func(tensor)
+        if node is not None and not sys._getframe(2).f_code.co_filename.startswith(INSIDE):
+            _node_read()
+        return node
+
+    def _retain_grad(self, func: Any, tensor: torch.Tensor) -> Any:
+        if tensor.is_leaf:
+            return func(tensor)
+        raise RuleRefused(
+            "`retain_grad()` of an activation",
+            "activations are values of one graph, whose gradients nobody keeps",
+            _HANDS_OUT,
+        )
+
+    def _gaussian_nll_loss(self, func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Without its check of the variance, which reads values."""
+        with patch.object(torch, "any", lambda *_, **__: False):
+            return func(*args, **kwargs)
+
+    def _ctc_loss(self, func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return ctc_loss(*args, **kwargs)
+
+    def _post_hook(self, func: Any, tensor: torch.Tensor, hook: Any) -> Any:
+        raise RuleRefused(
+            "a hook on the gradient of a parameter",
+            "each call of the forward would add one more",
+            "call register_post_accumulate_grad_hook once, outside of the forward",
+        )
+
+    def _hook(self, func: Any, tensor: torch.Tensor, hook: Any) -> Any:
+        handle = func(tensor, hook)
+        if id(tensor) in self._own:
+            raise RuleRefused(
+                "a hook on the gradient of a parameter",
+                "each call of the forward would add one more",
+                "call register_hook once, outside of the forward",
+            )
+        tried_hook(hook, tensor)
+        code = getattr(hook, "__code__", None)
+        name = "hook" if code is None else f"hook_of_line_{code.co_firstlineno}"
+        target = PythonFunction(name, hook)
+        (mark,) = record(Call(target, (Slot(0),), (Result.of(tensor),)), [tensor])
+        self._calls.marks.append((mark, handle))
+        return handle
+
+
+_NAMES = {
+    torch.Tensor.data.__get__: "read_data",  # type: ignore[attr-defined]
+    torch.Tensor.data.__set__: "write_data",  # type: ignore[attr-defined]
+    torch.Tensor.grad_fn.__get__: "read_node",  # type: ignore[attr-defined]
+    torch.Tensor.retain_grad: "retain_grad",
+    torch.Tensor.register_post_accumulate_grad_hook: "post_hook",
+    torch.Tensor.register_hook: "hook",
+    torch.Tensor.backward: "backward",
+    torch.autograd.grad: "gradient",
+    F.gaussian_nll_loss: "gaussian_nll_loss",
+    F.ctc_loss: "ctc_loss",
+}
+
+
+def _default_generator(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments without torch's default generator. Raises OwnGenerator for another one."""
+    if isinstance(kwargs["generator"], torch.Generator):
+        if kwargs["generator"] is not torch.default_generator:
+            raise OwnGenerator
+        return {name: value for name, value in kwargs.items() if name != "generator"}
+    return kwargs
+
+
+def _node_read() -> None:
+    raise RuleRefused(
+        "what is asked of `grad_fn`",
+        "the graph has nodes of its own, to which hooks on these do not belong",
+        "use a hook on the tensor:  h.register_hook(lambda gradient: gradient * 0.1)",
+    )
+
+
+@contextmanager
+def _saved_as_they_are() -> Iterator[None]:
+    """Refuses hooks on saved tensors; ignores `save_on_cpu`, as the plan decides on offload."""
+
+    def enter(hooks: saved_tensors_hooks) -> None:
+        if not isinstance(hooks, save_on_cpu):
+            raise RuleRefused(
+                "a hook on saved tensors (saved_tensors_hooks)",
+                "the plan decides what is saved of the forward, and what is computed again",
+                "leave it out, and save memory by the plan:  "
+                "graphaccel.optimize(model, optimizer, recompute='all')",
+            )
+
+    def leave(hooks: saved_tensors_hooks, *_: Any) -> None:
+        pass
+
+    with (
+        patch.object(saved_tensors_hooks, "__enter__", enter),
+        patch.object(saved_tensors_hooks, "__exit__", leave),
+    ):
+        yield
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _tensors(value)
+        elif isinstance(value, dict):
+            yield from _tensors(value.values())

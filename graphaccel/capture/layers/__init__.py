@@ -1,0 +1,1 @@
+"""Repeated layers of a model: found, captured once, and replicated."""

@@ -1,0 +1,1 @@
+"""Python state of a model: what its forward reads, keeps and closes over."""

@@ -1,0 +1,367 @@
+"""Observe which Python state a model's forward reads, by running it on tensors without data.
+
+State that a forward writes and the next one reads (a counter), and random numbers that it draws
+from Python's or NumPy's generators, would be constants in a graph, and are refused. A value that is
+written once and unchanged in the next forward (a cache) is not state that a graph depends on.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from graphaccel.capture.batch import Batch
+from graphaccel.capture.export.export import LossFn, export_forward, with_loss
+from graphaccel.capture.layers.runs import find_runs, shortened
+from graphaccel.capture.state.carried import Ops, Path, kept_by, name_of
+from graphaccel.capture.state.closures import memory_of
+from graphaccel.compat.torch.export import exporting
+from graphaccel.compat.torch.fakes import FakeTensor
+from graphaccel.compat.torch.tensors import version
+from graphaccel.errors import DrawnOutside, GraphAccelError, StateFrozen
+from graphaccel.errors.messages import Location
+from graphaccel.guards.lines import location
+from graphaccel.guards.places import Place, objects_of, places
+from graphaccel.guards.reads import Reads, is_library, kind_of, line_of, recorded
+from graphaccel.ir.replication.layers import KEPT
+
+_UNLIKELY = 0x5EED_0FF0
+"""A seed that no model sets: if the forward seeds the generator, its state differs from this
+one."""
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What a forward read.
+
+    written: names of places that the forward writes itself, the same each time. left: where it
+    leaves a new tensor in the model each time without reading it later.
+    """
+
+    reads: Reads = field(repr=False)
+    written: frozenset[str]
+    left: tuple[Path, ...] = ()
+
+
+def observe(fresh: Callable[[], nn.Module], batch: Batch, loss_fn: LossFn, many: int) -> Observed:
+    """Run the forward of a fake model on a fake batch and observe what it reads.
+
+    fresh: returns the model, with its attributes as in the user's. many: from this number of
+    identical layers on, only a few of them run.
+
+    Raises:
+        StateFrozen: the forward reads what an earlier one wrote, or seeds torch's generator
+            (GA106), with the line.
+        DrawnOutside: it draws from a generator of Python's or NumPy's (GA107), with the line.
+    """
+    with _generators_restored():
+        model = _few(fresh(), many)
+        called = (loss_fn,) if callable(loss_fn) else ()
+        with recorded(objects_of(model, *called)) as reads:
+            ops = Ops()
+            run = _run if _run(model, batch, loss_fn, ops) else _exported
+            if run is _exported:
+                _exported(model, batch, loss_fn, ops)
+        if run is _run and reads.seeds:
+            raise _seeds(model, reads.seeds[0])
+        reads.copies.append(model)
+        if called:
+            reads.roots["loss_fn"] = loss_fn
+        model = _few(fresh(), many)
+        reads.copies.append(model)
+        watch = _Passes(model, reads, batch)
+        ran = watch.ran(lambda ops: run(model, batch, loss_fn, ops))
+        if watch.seeded:
+            forward = partial(run, model, batch, loss_fn, Ops())
+            torch.default_generator.manual_seed(_UNLIKELY)
+            raise _seeds(model, _line_that_changes(torch.default_generator.initial_seed, forward))
+        watch.refuse_written()
+        if not ran:  # capture reports the reason
+            return Observed(reads, frozenset())
+        if watch.steady and not watch.keeps:
+            return Observed(reads, frozenset())
+        watch.ran(lambda ops: run(model, batch, loss_fn, ops))
+        if watch.reads_kept:
+            watch.ran(lambda ops: run(model, batch, loss_fn, ops))
+            watch.refuse_carried()
+        if watch.drew:
+            line = _draw(partial(run, model, batch, loss_fn, Ops()), reads)
+            raise DrawnOutside(
+                module=f"{type(model).__name__}.forward", generator=watch.drew, location=line
+            )
+        return Observed(reads, watch.written(), watch.left)
+
+
+def _few(model: nn.Module, many: int) -> nn.Module:
+    runs = find_runs(model, many)
+    return shortened(model, dict.fromkeys(runs, KEPT)) if runs else model
+
+
+def _run(model: nn.Module, batch: Batch, loss_fn: LossFn, ops: Ops) -> bool:
+    """Run one forward; returns whether it runs without data, outside of export."""
+    fake = next(p for p in model.parameters() if isinstance(p, FakeTensor)).fake_mode
+    args, kwargs = batch.rebuild(batch.leaves)
+    try:
+        with fake, exporting(), torch.enable_grad(), ops:
+            with_loss(model, loss_fn)(*args, **kwargs)
+    except Exception:  # whatever the model raises when it needs a value
+        return False
+    return True
+
+
+def _exported(model: nn.Module, batch: Batch, loss_fn: LossFn, ops: Ops) -> bool:
+    """Run one export, which can do more than a plain forward; returns whether it succeeds."""
+    try:
+        with ops:
+            export_forward(model, batch, loss_fn)
+    except GraphAccelError:  # capture raises it once more
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """The record of one forward: the places afterwards, the operators that ran, the parameters and
+    buffers that it wrote, the generator states, and where modules hold tensors that it computed."""
+
+    found: Mapping[str, Place]
+    ops: Ops
+    wrote: frozenset[str]
+    generators: tuple[Any, ...]
+    kept: Mapping[Path, int]
+
+
+class _Passes:
+    """Successive forwards of one model."""
+
+    def __init__(self, model: nn.Module, reads: Reads, batch: Batch) -> None:
+        self._model, self._reads = model, reads
+        tensors = (*model.parameters(), *model.buffers(), *batch.tensors.values())
+        self._own = frozenset(map(memory_of, tensors))
+        found = places(model, reads)
+        self._passes = [_Pass(found, Ops(), frozenset(), _states(found), {})]
+        self.seeded = False
+
+    def ran(self, forward: Callable[[Ops], bool]) -> bool:
+        """Run one more forward; returns whether it ran."""
+        ops, before = Ops(self._own, self._passes[-1].ops.made), self._versions()
+        torch.default_generator.manual_seed(_UNLIKELY)
+        state = torch.random.get_rng_state()  # a forward on fakes does not advance it
+        ran = forward(ops)
+        self.seeded |= not torch.equal(state, torch.random.get_rng_state())
+        after = self._versions()
+        wrote = frozenset(n for n, number in after.items() if before.get(n) != number)
+        found = places(self._model, self._reads)
+        kept = kept_by(self._model, ops.made)
+        self._passes.append(_Pass(found, ops, wrote, _states(found), kept))
+        return ran
+
+    @property
+    def keeps(self) -> bool:
+        """Whether modules hold tensors that the last forward computed."""
+        return bool(self._passes[-1].kept)
+
+    @property
+    def reads_kept(self) -> bool:
+        """Whether the last forward read what the one before it computed."""
+        return bool(self._passes[-1].ops.read)
+
+    @property
+    def left(self) -> tuple[Path, ...]:
+        """Where the second forward left tensors too, which no other forward reads."""
+        return tuple(self._passes[2].kept)
+
+    def refuse_written(self) -> None:
+        """Raises StateFrozen for a tensor attribute that the forward writes in place."""
+        for key, line in self._passes[-1].ops.written.items():
+            name = name_of(self._model, key)
+            if name:
+                raise self._carried(name, line, None)
+
+    def refuse_carried(self) -> None:
+        """Raises StateFrozen where each forward reads a tensor that the one before it computed."""
+        ops = self._passes[-1].ops
+        for key, line in ops.read.items():
+            paths = [p for p, k in self._passes[-2].kept.items() if k == key]
+            raise self._carried(".".join(paths[0]) if paths else "", line, ops.before[key])
+
+    def _carried(
+        self, name: str, line: Location | None, tensor: torch.Tensor | None
+    ) -> StateFrozen:
+        attribute = name.rpartition(".")[2] if name else "state"
+        sizes = "()" if tensor is None else ", ".join(map(str, tensor.shape)) or "()"
+        size = f"torch.zeros({sizes})" if tensor is not None else f"self.{attribute}"
+        return StateFrozen(
+            what=f"`{name}` is a tensor that each forward leaves for the next one"
+            if name
+            else "a tensor that one forward makes is read by the next one",
+            location=location(line),
+            note="read here" if tensor is not None else "written here",
+            reason="a graph has the values of its capture there, in every step",
+            help_lines=(
+                f"hold it in a buffer:  self.register_buffer('{attribute}', {size})",
+                "or give it to the forward as an input, and return its new value "
+                "(with loss_fn='outside')",
+            ),
+        )
+
+    @property
+    def steady(self) -> bool:
+        """Whether the last forward changed nothing."""
+        return not self._changed(-1) and not self.drew
+
+    @property
+    def drew(self) -> str:
+        """The generator that the last forward drew from; "" for none."""
+        before, after = self._passes[-2].generators, self._passes[-1].generators
+        names = ("Python's `random`", "NumPy's `random`")
+        for i, (a, b) in enumerate(zip(before, after, strict=False)):
+            if a != b:
+                return names[i] if i < len(names) else "a generator of its own, outside of torch"
+        return ""
+
+    def written(self) -> frozenset[str]:
+        """What the first forward wrote and the second did not change. Raises StateFrozen."""
+        again = self._changed(-1)
+        if again:
+            raise self._counter(again[0])
+        first, second = self._passes[1:3]
+        written = self._changed(1)
+        cache = any(
+            isinstance(first.found[n].value, torch.Tensor)
+            for n in first.found
+            if n not in self._passes[0].found or n in written
+        )
+        if not written:
+            return frozenset()
+        if first.wrote != second.wrote or (not cache and first.ops.names != second.ops.names):
+            place = first.found[written[0]]
+            raise StateFrozen(
+                what=f"`{place.name}` makes the first forward another one than those after it",
+                location=self._write_of(place),
+                note="written by the forward that reads it",
+                reason="every step runs the same graph",
+                help_lines=("run one forward before graphaccel.optimize:  model(*batch)",),
+            )
+        return frozenset(written)
+
+    def _changed(self, last: int) -> list[str]:
+        last %= len(self._passes)
+        before, after = self._passes[last - 1].found, self._passes[last].found
+        return [n for n, p in after.items() if n not in before or p.token != before[n].token]
+
+    def _counter(self, name: str) -> StateFrozen:
+        place = self._passes[-1].found[name]
+        attribute = name.rpartition(".")[2]
+        helps = (
+            f"count in a buffer:  self.register_buffer('{attribute}', torch.zeros(()))",
+            f"or set it from the script, before each step:  model.{name} = step",
+        )
+        outside = "hold it in the model, and set it from the script before each step"
+        return StateFrozen(
+            what=f"`{name}` changes in every forward, which also reads it",
+            location=self._write_of(place),
+            note="a graph would keep the value of its capture",
+            reason="the script's own model does not run: its graph does, and that knows no Python",
+            help_lines=(outside,) if place.shared else helps,
+        )
+
+    def _write_of(self, place: Place) -> Location | None:
+        path, _, name = place.name.rpartition(".")
+        try:
+            holder = self._model.get_submodule(path)
+        except AttributeError:
+            return location(place.line, writes=True)
+        written = self._reads.written.get(kind_of(type(holder)), {})
+        return location(written.get(name) or place.line, writes=True)
+
+    def _versions(self) -> dict[str, int]:
+        named = (*self._model.named_parameters(), *self._model.named_buffers())
+        return {name: version(tensor) for name, tensor in named}
+
+
+def _states(found: Mapping[str, Place]) -> tuple[Any, ...]:
+    """The states of the generators of Python and NumPy, and of those that the forward reads."""
+    own = [_state(p.value) for p in found.values()]
+    return random.getstate(), _told(np.random.get_state()), *(s for s in own if s is not None)
+
+
+def _state(value: Any) -> Any:
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, np.random.RandomState):
+        return _told(value.get_state())
+    return _told(value.bit_generator.state) if isinstance(value, np.random.Generator) else None
+
+
+def _told(state: Any) -> Any:
+    """A comparable form of a NumPy generator's state."""
+    if isinstance(state, dict):
+        return tuple((k, _told(v)) for k, v in state.items())
+    if isinstance(state, tuple):
+        return tuple(map(_told, state))
+    return state.tobytes() if isinstance(state, np.ndarray) else state
+
+
+@contextmanager
+def _generators_restored() -> Iterator[None]:
+    python, numpy, own = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.random.set_rng_state(own)
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def _seeds(model: nn.Module, line: Location | None) -> StateFrozen:
+    return StateFrozen(
+        what=f"`{type(model).__name__}.forward` seeds torch's generator",
+        location=line,
+        note="a graph draws from the generator as it is",
+        reason="what is drawn behind this line would be other numbers than in the script's model",
+        help_lines=("seed in the script, before the call of the model:  torch.manual_seed(0)",),
+    )
+
+
+def _draw(forward: Callable[[], bool], reads: Reads) -> Location | None:
+    """The line that draws: a recorded one of `random`, or the line after which NumPy's state
+    differs."""
+    if reads.draws:
+        return reads.draws[0]
+    found = _line_that_changes(lambda: _told(np.random.get_state()), forward)
+    return found or line_of(None)
+
+
+def _line_that_changes(read: Callable[[], Any], forward: Callable[[], bool]) -> Location | None:
+    """The user's line after which a state differs from before it."""
+    found: list[Location] = []
+    state = [read()]
+    last: dict[FrameType, int] = {}
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        if is_library(frame.f_code.co_filename):
+            return trace if event == "call" else None
+        now = read()
+        if now != state[0] and not found and frame in last:
+            found.append(Location(frame.f_code.co_filename, last[frame]))
+        state[0], last[frame] = now, frame.f_lineno
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        forward()
+    finally:
+        sys.settrace(before)
+    return found[0] if found else None

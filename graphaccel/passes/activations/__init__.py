@@ -1,0 +1,1 @@
+"""Passes that recompute or offload the activations saved for the backward."""

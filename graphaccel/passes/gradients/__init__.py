@@ -1,0 +1,1 @@
+"""Passes that accumulate, reduce and shard gradients."""

@@ -1,0 +1,1 @@
+"""Host memory of a process: pages that the C library keeps, and large pages."""

@@ -1,0 +1,1 @@
+"""Inductor: the pieces of a stage's graph that it compiles."""

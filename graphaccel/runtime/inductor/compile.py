@@ -1,0 +1,192 @@
+"""Compiles pieces of stage graphs (`runtime.inductor.partition`) with Inductor, and runs them.
+
+A graph keeps its calling convention: one list of inputs, which is emptied. An input that a piece
+reads for the last time is removed from the list, so that Inductor's code frees it as early as the
+FX code would.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphaccel.compat.torch.fakes import fakes_like
+from graphaccel.compat.torch.graphs import BoxedCode, graph_module
+from graphaccel.compat.torch.inductor import compile_graph, missing_cpp_compiler
+from graphaccel.errors import CompileFailed, CompilerMissing
+from graphaccel.ir.program import StageProgram
+from graphaccel.ir.values import returned
+from graphaccel.runtime.inductor.partition import Piece, pieces, signature
+
+Boxed = Callable[[list[Any]], Sequence[Any]]
+Tell = Callable[[str, str, float], None]
+PHASES = ("forward", "backward", "weight")
+
+
+def check_compiler(compile: str, device: torch.device) -> None:
+    """Raises CompilerMissing (GA901) where this machine cannot do what `compile` asks for."""
+    reason = missing_cpp_compiler() if compile != "off" and device.type == "cpu" else None
+    if reason is not None:
+        raise CompilerMissing(asked=f"compile={compile!r}", reason=reason)
+
+
+@dataclass(frozen=True)
+class StageCompiler:
+    """Compiles the graphs of stages. tell: called with (phase, what, seconds) for each stage.
+    known: compiled code by signature: identical pieces share it."""
+
+    tell: Tell
+    known: dict[Hashable, Boxed] = field(default_factory=dict, repr=False)
+
+    def stage(self, program: StageProgram, phases: Sequence[str] = PHASES) -> StageProgram:
+        """The stage with compiled graphs of some phases in place of FX code.
+
+        Raises CompileFailed (GA902).
+        """
+        start = time.perf_counter()
+        before = len(self.known)
+        done: list[int] = []
+
+        def each(phase: str, graphs: Mapping[Any, Any]) -> dict[Any, Any]:
+            if phase not in phases:
+                return dict(graphs)
+            return {m: self._graph(g, program.stage, phase, done) for m, g in graphs.items()}
+
+        made = replace(
+            program,
+            forward=each("forward", {0: program.forward})[0],
+            backwards=each("backward", program.backwards),
+            weights=each("weight", program.weights),
+        )
+        made_now = len(self.known) - before
+        what = f"stage {program.stage}, {len(done)} pieces by Inductor, {made_now} unlike"
+        self.tell("compile", what, time.perf_counter() - start)
+        return made
+
+    def _graph(self, module: fx.GraphModule, stage: int, phase: str, done: list[int]) -> Any:
+        parts = pieces(module.graph)
+        if not any(piece.compiled for piece in parts):
+            return module
+        runs: list[Boxed] = []
+        for piece in parts:
+            if not piece.compiled:
+                runs.append(_plain(module, piece))
+                continue
+            try:
+                runs.append(self._compiled(module, piece))
+            except Exception as error:  # Inductor's errors have no common base
+                raise CompileFailed(
+                    stage=stage,
+                    phase=phase,
+                    calls=len(piece.nodes),
+                    first=_place(piece.nodes[0]),
+                    cause=_said(error),
+                ) from error
+            done.append(len(piece.nodes))
+        return Compiled(module, parts, runs)
+
+    def _compiled(self, module: fx.GraphModule, piece: Piece) -> Boxed:
+        kind = signature(piece)
+        if kind not in self.known:
+            self.known[kind] = _compiled(module, piece)
+        return _Checked(self.known[kind], piece)
+
+
+class Compiled:
+    """A graph as a sequence of pieces. `compiled(inputs) -> outputs` empties the list of inputs."""
+
+    def __init__(
+        self, module: fx.GraphModule, parts: Sequence[Piece], runs: Sequence[Boxed]
+    ) -> None:
+        self.graph = module.graph
+        given = [n for n in module.graph.nodes if n.op == "placeholder"]
+        slots = {n: i for i, n in enumerate(given)}
+        for piece in parts:
+            slots |= {n: len(slots) + i for i, n in enumerate(piece.outputs)}
+        results = returned(module)
+        self._results = [slots[r] if isinstance(r, fx.Node) else None for r in results]
+        self._size = len(slots)
+        last: dict[fx.Node, int] = {}
+        for number, piece in enumerate(parts):
+            last |= dict.fromkeys(piece.inputs, number)
+        kept = {r for r in results if isinstance(r, fx.Node)}
+        self._steps = []
+        for number, (piece, run) in enumerate(zip(parts, runs, strict=True)):
+            reads = tuple(slots[n] for n in piece.inputs)
+            frees = tuple(slots[n] for n in piece.inputs if last[n] == number and n not in kept)
+            start = slots[piece.outputs[0]] if piece.outputs else 0
+            self._steps.append((run, reads, frees, start, start + len(piece.outputs)))
+
+    def __call__(self, boxed: list[Any]) -> list[Any]:
+        values = boxed + [None] * (self._size - len(boxed))
+        boxed.clear()
+        for run, reads, frees, start, end in self._steps:
+            given = [values[i] for i in reads]
+            for i in frees:
+                values[i] = None
+            values[start:end] = run(given)
+        return [None if i is None else values[i] for i in self._results]
+
+
+def _graph_of(piece: Piece) -> tuple[fx.Graph, list[fx.Node]]:
+    """A piece as a graph of its own, and the copies of its output nodes."""
+    graph = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
+    for node in piece.inputs:
+        made[node] = graph.placeholder(node.name)
+    for node in piece.nodes:
+        made[node] = graph.node_copy(node, lambda n: made[n])
+        made[node].meta = {}
+    return graph, [made[n] for n in piece.outputs]
+
+
+def _plain(module: fx.GraphModule, piece: Piece) -> Boxed:
+    graph, results = _graph_of(piece)
+    graph.output(results)
+    graph.set_codegen(BoxedCode())
+    return graph_module(module, graph)
+
+
+def _compiled(module: fx.GraphModule, piece: Piece) -> Boxed:
+    graph, results = _graph_of(piece)
+    graph.output(tuple(results))
+    inputs = fakes_like([n.meta["val"] for n in piece.inputs])
+    return compile_graph(graph_module(module, graph), inputs, {})
+
+
+class _Checked:
+    """A compiled piece. The memory layout of its outputs must be that of the graph's fake values:
+    messages and the following FX code rely on it. The first call checks it; shapes are static."""
+
+    def __init__(self, run: Boxed, piece: Piece) -> None:
+        self._run: Boxed = run
+        self._piece: Piece | None = piece
+
+    def __call__(self, given: list[Any]) -> Sequence[Any]:
+        made = self._run(given)
+        if self._piece is not None:
+            for node, tensor in zip(self._piece.outputs, made, strict=True):
+                if _layout(tensor) != _layout(node.meta["val"]):
+                    raise AssertionError(f"{node.name}: {_layout(tensor)} by Inductor")
+            self._piece = None
+        return made
+
+
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    steps = (s for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1)
+    return tensor.dtype, tuple(tensor.shape), tuple(steps)
+
+
+def _place(node: fx.Node) -> str:
+    where = node.meta.get("module")
+    return f"{node.target}" + (f" in {where}" if where else "")
+
+
+def _said(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]

@@ -1,0 +1,1 @@
+"""Sharding rules of ops, one file a kind of op."""
