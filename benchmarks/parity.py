@@ -27,9 +27,9 @@ from typing import Any
 import torch
 
 from graphaccel.compat.torch import pytree
-from tests.gloo import test_axes as axes
-from tests.gloo import test_zero as zero
-from tests.gloo.test_parity import PLANS, RECOMPUTE, ZERO_BUBBLE, pins_for
+from tests.gloo.plans import test_axes as axes
+from tests.gloo.plans import test_zero as zero
+from tests.gloo.plans.test_parity import PLANS, RECOMPUTE, ZERO_BUBBLE, pins_for
 from tests.support.parity import (
     Reference,
     build,

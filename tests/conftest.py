@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -14,6 +15,8 @@ from hypothesis import HealthCheck, settings
 from tests.support.captures import FOLDER
 from tests.support.cases import some_cases
 from tests.support.pool import Pool
+
+pytest_plugins = ("tests.support.fixtures",)
 
 
 @pytest.fixture(scope="session")
@@ -46,9 +49,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[i for i in items if i.nodeid not in chosen])
         items[:] = [i for i in items if i.nodeid in chosen]
     slow = ("gloo", "integrations", "ort", "examples", "docs")
+    tests = Path(__file__).parent
 
     def rank(item: pytest.Item) -> int:
-        folder = item.path.parent.name
+        folder = item.path.relative_to(tests).parts[0]
         return slow.index(folder) if folder in slow else len(slow)
 
     items.sort(key=rank)

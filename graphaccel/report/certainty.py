@@ -51,7 +51,7 @@ class Calibration:
 
 
 # Mean errors of a step's time over the results committed in benchmarks/results:
-# tests/graph/test_certainty.py recomputes them.
+# tests/report/test_certainty.py recomputes them.
 _LEFT_OUT = {False: 0.07, True: 0.1}
 """validation.json: published runs on GPUs, each source predicted by constants that are fitted
 without it, mean over the sources. True: plans with 8-bit matmuls included."""

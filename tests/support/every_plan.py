@@ -2,9 +2,9 @@
 
 What the documents say a plan may be: sizes of the axes that multiply to the devices, schedules,
 levels of ZeRO with their choices, microbatches, every set of cuts among the candidate positions and
-every set of blocks to compute again, each in any of its ways (`tests.graph.test_selective` tries
-what they are). No bound, no order and no choice of the planner is used; what
-each plan takes is asked of its cost model.
+every set of blocks to compute again, each in any of its ways
+(`tests/passes/steps/test_selective_recompute.py` tries what they are). No bound, no order and no
+choice of the planner is used; what each plan takes is asked of its cost model.
 """
 
 from __future__ import annotations

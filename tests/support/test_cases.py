@@ -7,8 +7,8 @@ from tests.support.cases import some_cases
 
 def test_a_third_of_the_cases_and_two_at_least() -> None:
     many = [f"tests/gloo/test_a.py::test_many[{a}-{b}]" for a in range(6) for b in ("off", "auto")]
-    few = [f"tests/graph/test_b.py::test_few[{n}]" for n in range(3)]
-    one = ["tests/graph/test_b.py::test_one"]
+    few = [f"tests/ir/test_b.py::test_few[{n}]" for n in range(3)]
+    one = ["tests/ir/test_b.py::test_one"]
     chosen = some_cases([*many, *few, *one])
     assert len(chosen & set(many)) == 4
     assert len(chosen & set(few)) == 2

@@ -1,0 +1,148 @@
+"""An exported forward becomes functional as torch makes it so, without running it a second time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphaccel.capture.batch import flatten_call
+from graphaccel.capture.export.decompose import decomposed
+from graphaccel.capture.stepgraph import capture
+from graphaccel.capture.trace import Answers
+from tests.capture.test_trace import rows
+from tests.support.zoo import ZOO
+
+aten = torch.ops.aten
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The programs that torch was asked to decompose."""
+    real, found = torch.export.ExportedProgram.run_decompositions, []
+
+    def noting(program: Any, table: Any) -> Any:
+        found.append(str(program.graph))
+        return real(program, table)
+
+    monkeypatch.setattr(torch.export.ExportedProgram, "run_decompositions", noting)
+    return found
+
+
+def told(module: Any) -> list[Any]:
+    """What a graph says, without checks that are dropped and what only a step needs."""
+    for node in module.graph.find_nodes(
+        op="call_function", target=aten._assert_tensor_metadata.default
+    ):
+        module.graph.erase_node(node)
+
+    def without_gradient(value: Any) -> Any:
+        if isinstance(value, tuple) and value and isinstance(value[-1], bool):
+            return value[:-1]
+        return [*map(without_gradient, value)] if isinstance(value, list) else value
+
+    return [
+        [name, target, args, without_gradient(laid), said[1]]
+        for name, target, args, laid, said in rows(module)
+    ]
+
+
+def dropped(x: Tensor) -> Tensor:
+    return nn.functional.dropout(x, 0.5).reshape(-1).to(torch.float64).float()
+
+
+def without_gradient(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = x.mean().contiguous()
+    return x * scale
+
+
+def written(x: Tensor) -> Tensor:
+    y = x + 1
+    y[:, 0] = 0
+    return y
+
+
+class Scaled(nn.Module):
+    def __init__(self, inner: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner, self.scale = inner, nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x * self.scale).sum()
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("var", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.batch_norm(x, self.mean, self.var, training=True)
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
+    **{
+        name: (lambda name=name: ZOO[name].build()[:2]) for name in ("gpt", "bert", "swin", "llama")
+    },
+    "dropout": lambda: (Scaled(dropped), (torch.randn(6, 4),)),
+    "region": lambda: (Scaled(without_gradient), (torch.randn(6, 4),)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_graphs_are_those_of_torch(
+    name: str, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pairs = []
+
+    def both(program: Any, answers: Answers | None) -> Any:
+        own = decomposed(program, answers)
+        pairs.append((told(own.graph_module), len(asked)))
+        by_torch = program.run_decompositions({})
+        pairs.append((told(by_torch.graph_module), len(asked)))
+        return own
+
+    monkeypatch.setattr("graphaccel.capture.export.export.decomposed", both)
+    model, batch = MODELS[name]()
+    args, kwargs = ((), batch) if isinstance(batch, dict) else (batch, {})
+    capture(model, flatten_call(args, kwargs), symbolic=False)
+    (own, before), (by_torch, after) = pairs
+    assert (before, after) == (0, 1)
+    assert own == by_torch
+
+
+@pytest.mark.parametrize(
+    ("inner", "by_torch"), [(dropped, 0), (without_gradient, 0), (written, 1), (Normed(), 1)]
+)
+def test_torch_is_asked_where_something_is_written(
+    inner: Callable[[Tensor], Tensor], by_torch: int, asked: list[str]
+) -> None:
+    step = capture(Scaled(inner), flatten_call((torch.randn(6, 4),), {}), symbolic=False)
+    assert len(asked) == by_torch
+    buffers = [o.name for o in step.outputs if o.kind == "buffer"]
+    assert buffers == (["inner.mean", "inner.var"] if isinstance(inner, Normed) else [])
+    targets = {str(n.target) for n in step.forward.graph.graph.nodes}
+    assert ("aten.detach.default" in targets) == (inner is without_gradient)
+
+
+def test_an_own_op_of_the_user_is_left_to_torch(asked: list[str]) -> None:
+    with torch.library._scoped_library("graphaccel_test_decompose", "DEF") as library:
+        library.define("twice(Tensor x) -> Tensor")
+        library.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")
+        op = torch.ops.graphaccel_test_decompose.twice
+
+        class Model(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.scale = nn.Parameter(torch.ones(4))
+
+            def forward(self, x: Tensor) -> Tensor:
+                return (op(x) * self.scale).sum()
+
+        capture(Model(), flatten_call((torch.randn(6, 4),), {}), symbolic=False)
+    assert len(asked) == 1

@@ -1,0 +1,88 @@
+"""Python state that changes between steps, under plans of two processes, against eager."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import graphaccel
+from tests.gloo.scripts.test_semantics import furthest
+from tests.support.pool import Pool
+
+pytestmark = pytest.mark.multiprocess
+
+
+class Scheduled(nn.Module):
+    """`forward(x, y)` → loss; alpha: a number that is scheduled, table: a plain tensor [6]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.drop = nn.Linear(6, 6), nn.Linear(6, 6), nn.Dropout(0.0)
+        self.alpha, self.table = 1.0, torch.ones(6, dtype=torch.float64)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.drop(F.gelu(self.a(x) / self.alpha)) * self.table
+        x = self.b(x)
+        return F.mse_loss(x, y) + (1 - self.alpha) * x.square().mean()
+
+
+def _trained(pins: Mapping[str, Any]) -> tuple[float, int]:
+    states, captures = [], 0
+    x, y = torch.linspace(-2, 2, 96, dtype=torch.float64).view(2, 8, 6).sin()
+    for planned in (False, True):
+        torch.manual_seed(0)
+        model = Scheduled().double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        if planned:
+            graphaccel.optimize(model, optimizer, devices=2, **pins)
+        for step in range(4):
+            model.alpha, model.drop.p = 1 + step / 4, float(step == 3)
+            model.table = torch.full((6,), 1.0 + step, dtype=torch.float64)
+            optimizer.zero_grad()
+            model(x, y).backward()
+            optimizer.step()
+        if planned:
+            with torch.no_grad():
+                model.alpha = 3.0
+                loss = model.eval()(x, y).item()
+                captures = len(model.graphaccel._compiler.captures.steps)  # type: ignore[union-attr]
+                states.append(graphaccel.full_state_dict(model))
+        else:
+            with torch.no_grad():
+                model.alpha = 3.0
+                eager = model.eval()(x, y).item()
+            states.append(model.state_dict())
+    return max(furthest(*states), abs(loss - eager)), captures
+
+
+@pytest.mark.parametrize(
+    "pins",
+    [{"data": 2, "zero": 3}, {"data": 1, "pipeline": 2, "microbatches": 2}],
+    ids=str,
+)
+def test_state_that_changes(pool: Pool, pins: dict[str, Any]) -> None:
+    for off, captures in pool.run(2, _trained, pins):
+        assert off < 1e-12
+        assert captures == 4  # as it was; with a number as an input; for p of 1; to evaluate
+
+
+def _differing() -> str:
+    model = Scheduled().double()
+    graphaccel.optimize(model, devices=2, data=2)
+    x, y = torch.linspace(-2, 2, 96, dtype=torch.float64).view(2, 8, 6).sin()
+    model(x, y)
+    model.alpha = 2.0 + torch.distributed.get_rank()
+    try:
+        model(x, y)
+    except graphaccel.GraphAccelError as error:
+        return error.code
+    return "none"
+
+
+def test_ranks_whose_values_differ_all_raise(pool: Pool) -> None:
+    assert pool.run(2, _differing) == ["GA404", "GA404"]
