@@ -42,7 +42,8 @@ from graphaccel.sharding.solve.conversions import Counted
 
 log = logging.getLogger("graphaccel.passes")
 
-_PRIMES = (13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
+_LEAST = 13
+"""The least number of examples in the graph that is sharded."""
 
 
 def localised(
@@ -111,9 +112,11 @@ def _part(
     step: StepGraph, plan: Plan, sizes: Mapping[sympy.Symbol, int], even: bool, drafts: Drafts
 ) -> tuple[fx.GraphModule, int, Mapping[sympy.Symbol, int]]:
     """The graph of few examples that is sharded, its prime, and the symbol sizes in it."""
-    asked = step.graph, plan.expert if even else -plan.microbatch_size, tuple(sizes.items())
+    axes = tuple(sorted({plan.tensor, plan.context, plan.expert}))
+    prime = _prime(step, sizes, axes, drafts) if even else 1
+    examples = (prime, plan.expert) if even else (plan.microbatch_size,)
+    asked = step.graph, examples, tuple(sizes.items())
     if asked not in drafts.parts:
-        prime = _prime(step, sizes) if even else 1
         few = prime * plan.expert if even else plan.microbatch_size  # sharded over expert
         at = {**step.sizes, **sizes, **({BATCH: few} if BATCH in step.sizes else {})}
         alone = replace(plan, data=1, microbatches=1, batch=few)
@@ -129,13 +132,23 @@ def _copied(module: fx.GraphModule) -> fx.GraphModule:
     return graph_module(module, graph)
 
 
-def _prime(step: StepGraph, sizes: Mapping[sympy.Symbol, int]) -> int:
-    """A prime that divides no size of the graph for one example."""
-    one = {**step.sizes, **sizes, BATCH: 1}
-    dims = {d for node in step.graph.graph.nodes
-            for d in pytree.tree_leaves(node.meta.get("dims", ()))}  # fmt: skip
-    found = {n for n in (int(evaluate(d, one)) for d in dims) if n}
-    return next((p for p in _PRIMES if not any(n % p == 0 for n in found)), _PRIMES[-1])
+def _prime(
+    step: StepGraph, sizes: Mapping[sympy.Symbol, int], axes: tuple[int, ...], drafts: Drafts
+) -> int:
+    """The least prime that divides no size of the graph for one example, nor a rank's part of it
+    on axes of these sizes; a part of a dim that an axis does not divide is rounded up."""
+    asked = step.graph, tuple(sizes.items()), axes
+    if asked not in drafts.primes:
+        one = {**step.sizes, **sizes, BATCH: 1}
+        dims = {d for node in step.graph.graph.nodes
+                for d in pytree.tree_leaves(node.meta.get("dims", ()))}  # fmt: skip
+        whole = {n for n in (int(evaluate(d, one)) for d in dims) if n}
+        found = whole | {-(-n // axis) for n in whole for axis in axes}
+        prime = _LEAST
+        while any(n % prime == 0 for n in found):
+            prime = int(sympy.nextprime(prime))
+        drafts.primes[asked] = prime
+    return drafts.primes[asked]
 
 
 class _Local:

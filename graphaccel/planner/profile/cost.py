@@ -81,6 +81,18 @@ class Sizes:
         return self._known[expression]
 
 
+class _Actual(Sizes):
+    """The sizes that the values of a program have. What a pass inserted has no expressions, and
+    those of the step count examples of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+
+    def of(self, node: fx.Node) -> Any:
+        """The shape of a node's result, or of each of several."""
+        return _shapes(node.meta.get("val"))
+
+
 def _symbolic(expression: Amount) -> Amount:
     return expression
 
@@ -260,28 +272,23 @@ def program_work(node: fx.Node) -> Work | None:
     that move nothing. Matmuls that add to their result, or write it elsewhere, count as matmuls."""
     if node.op != "call_function" or is_view(node):
         return None
-    for n in (node, *node.all_input_nodes):
-        n.meta["dims"] = _shapes(n.meta.get("val"))
+    sizes = _Actual()
     linear = node.target is onednn_linear()
     if linear or node.target in _SUMS:
         given: Any = node.args[:2] if linear else node.args[-2:]
-        left, right = (n.meta["dims"] for n in given)
+        left, right = map(sizes.of, given)
         columns, inner = right if linear else right[::-1]
         rows = math.prod(left[:-1])
-        flops, moved = 2 * rows * columns * inner, int(node_bytes(node, _numbers))
+        flops, moved = 2 * rows * columns * inner, int(node_bytes(node, sizes))
         dtype = str(given[0].meta["val"].dtype).removeprefix("torch.")
         return Work("product", flops, moved, dtype, rows, columns, inner)
-    return node_work(node, _numbers)
+    return node_work(node, sizes)
 
 
 def _shapes(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return tuple(_shapes(v) for v in value)
     return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
-
-
-def _numbers(amount: Amount) -> Amount:
-    return int(amount)
 
 
 def _asked(node: fx.Node, sizes: Resolve, op: str) -> Work:
@@ -291,7 +298,7 @@ def _asked(node: fx.Node, sizes: Resolve, op: str) -> Work:
         return Work(bytes=moved, op=op)
     # A fused op sums a loss in float32, and multiplies in the dtype of its input.
     source = first_input(node) if fusion_of(node.target) is not None else node
-    value = _tensors(source.meta["val"], source.meta["dims"])[0][0]
+    value = _tensors(source.meta["val"], dims_of(source, sizes))[0][0]
     dtype = str(value.dtype).removeprefix("torch.")
     packet = op_packet(node)
     if packet in COUNTED_LIKE or "scaled_dot_product" in str(packet):
