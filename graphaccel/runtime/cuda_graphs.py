@@ -50,7 +50,7 @@ _ON_HOST = {
     "expert_rows": "send rows to the experts that they chose",
     "exchange_rows": "send rows to the experts that they chose",
 }
-_COUNTED = ("expert_product", "expert_gradient", "linear_cross_entropy")
+_COUNTED = ("expert_product", "expert_gradient")
 _ASKING = frozenset({"_local_scalar_dense", "item", "nonzero", "bincount", "masked_select"})
 _MASKED = frozenset({"index_put", "index_put_", "_unsafe_index_put", "_index_put_impl_"})
 

@@ -131,9 +131,7 @@ class HandOut(torch.autograd.Function):
             return (None, None, None, None, *(None for _ in parameters))
         own = list(gradients.values())
         if own and not (gradient.device.type == "cpu" and gradient.item() == 1.0):
-            scale = gradient.to(own[0].dtype)
-            for tensor in own:
-                tensor.mul_(scale)
+            torch._foreach_mul_(own, gradient.to(own[0].dtype))
         if overflow is not None and ctx.marks:
             spoil(own, overflow)
         handed = []

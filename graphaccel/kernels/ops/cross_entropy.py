@@ -110,7 +110,8 @@ def in_place_kernel(
     lost, label, highest, summed = _row(own, target + row, c, IGNORED, BLOCK)
     tl.store(loss + row, lost)
     tl.debug_barrier()  # every thread has read the label's logit
-    _slope(own, own, label, highest, summed, 1.0, c, BLOCK)
+    factor = tl.where(label != IGNORED, 1.0, 0.0)
+    _slope(own, own, label, highest, summed, factor, c, BLOCK)
 
 
 def block(c: int) -> int:
@@ -154,16 +155,15 @@ def launch_backward(
     return slope if into is slope else slope.copy_(into)
 
 
-def launch_in_place(scores: Tensor, target: Tensor, ignored: int) -> Tensor:
-    """Losses of rows [n, c], float32 [n], by Triton; `scores` becomes the gradient of their sum.
-    Rows need not be adjacent. target: int64 [n]."""
+def launch_in_place(scores: Tensor, target: Tensor, ignored: int, loss: Tensor) -> None:
+    """Write losses of rows [n, c], 0 where ignored, to `loss`, float32 [n], by Triton; `scores`
+    becomes the gradient of their sum. Rows need not be adjacent. target: int64 [n]."""
     n, c = scores.shape
     assert scores.stride(1) == 1
-    loss = scores.new_empty(n, dtype=torch.float32)
+    assert loss.is_contiguous()
     in_place_kernel[(n,)](
         scores, target.contiguous(), loss, c, scores.stride(0), **_fixed(c, ignored)
     )
-    return loss
 
 
 def _wide(x: Tensor) -> Tensor:
