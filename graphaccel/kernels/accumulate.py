@@ -1,4 +1,4 @@
-"""Adds matrix products of 16-bit operands to a float32 sum, in the product itself where possible."""
+"""Adds products of 16-bit matrices to a float32 sum, in the product itself where possible."""
 
 from __future__ import annotations
 

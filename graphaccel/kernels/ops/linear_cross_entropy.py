@@ -5,8 +5,8 @@
 The full logits, [tokens, vocabulary], never exist, nor does their gradient: each chunk's gradient
 (softmax minus one-hot) is multiplied by the weight and the inputs immediately, and the backward
 pass only scales. On a CPU tokens whose label is ignored are dropped before the head, so a prompt
-that is masked out costs nothing. On a GPU dropping them would make the host wait for their number in
-the middle of the step, so there they are computed, and their loss and gradient are 0.
+that is masked out costs nothing. On a GPU dropping them would make the host wait for their number
+in the middle of the step, so there they are computed, and their loss and gradient are 0.
 
 As in Hsu et al., Liger Kernel, 2024, §3.2 (gradients in the forward) and PyTorch's chunked linear
 cross entropy. Measured there: four chunks cost 7 % more time than full logits, 64 cost 57 %
