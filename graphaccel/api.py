@@ -18,9 +18,11 @@ from torch import nn
 from typing_extensions import Unpack
 
 from graphaccel.arguments import (
+    MAX_PROGRAMS,
     check_arguments,
     check_can_run,
     check_job,
+    check_max_programs,
     check_nonfinite,
     check_of,
     check_settings,
@@ -70,6 +72,7 @@ class Settings(PinArguments, total=False):
     batch_dims: BatchDims
     check: str
     on_nonfinite: str
+    max_programs: int
     timeout: float
 
 
@@ -95,6 +98,7 @@ def optimize(
     batch_dims: BatchDims = None,
     check: str = "first-step",
     on_nonfinite: str = "ignore",
+    max_programs: int = MAX_PROGRAMS,
     timeout: float = 600.0,
     **pins: Unpack[PinArguments],
 ) -> Any:
@@ -129,6 +133,8 @@ def optimize(
     on_nonfinite: what happens in a step whose loss is NaN or infinite, on all ranks alike. "ignore"
       (default): nothing. "skip": it hands out no gradients, so that the optimizer updates nothing.
       "error": the model call raises NonFiniteLoss (GA416).
+    max_programs: how many compiled programs are kept, one for each shape of batches. With more
+      shapes the program not used for longest is dropped, and made anew from the same capture.
     timeout: seconds after which a rank that does not answer counts as lost.
     pins: decisions to fix instead of planning them: data, pipeline, microbatches, recompute, ...
       (docs/pins.md). Options of `graphaccel run` take precedence over them.
@@ -138,6 +144,7 @@ def optimize(
     decided = with_command_line(pins)
     check = check_of(check)
     check_nonfinite(on_nonfinite)
+    check_max_programs(max_programs)
     if plan is None:
         decided = with_checkpointing(model, decided)
     check_arguments(model, optimizer, decided, loss_fn, clip_norm)
@@ -161,8 +168,9 @@ def optimize(
         compiler.path = str(plan)
     initial = initial_values(model, init_fn)
     handle = Handle(
-        model, optimizer, compiler, count, device, timeout, initial, clip_norm, check, on_nonfinite
-    )
+        model, optimizer, compiler, count, device, timeout, initial, clip_norm, check, on_nonfinite,
+        max_programs,
+    )  # fmt: skip
     with _moved(model, device):
         if example_batch is None:
             same_on_all_ranks(model, count, initial, device)

@@ -44,6 +44,7 @@ PINS = "GRAPHACCEL_PINS"
 
 FIRST_STEP = "first-step"
 CHECKS = (FIRST_STEP, "off")
+MAX_PROGRAMS = 64
 CHECK = "GRAPHACCEL_CHECK"
 """Environment variable: `--check` of `graphaccel run`."""
 
@@ -157,6 +158,15 @@ def check_settings(cluster: Any, timeout: Any, example_batch: Any) -> None:
             what="example_batch is what one call of the model is given, not "
             f"{type(example_batch).__name__}",
             help_line="graphaccel.optimize(model, optimizer, example_batch=next(iter(loader)))",
+        )
+
+
+def check_max_programs(most: Any) -> None:
+    """Raises GraphMisuse (GA407) for anything but a whole number above 0."""
+    if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+        raise GraphMisuse(
+            what=f"max_programs is a whole number above 0, not {most!r}",
+            help_line=f"graphaccel.optimize(model, optimizer, max_programs={MAX_PROGRAMS})",
         )
 
 

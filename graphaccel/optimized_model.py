@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from graphaccel.arguments import FIRST_STEP, check_hooks
+from graphaccel.arguments import FIRST_STEP, MAX_PROGRAMS, check_hooks
 from graphaccel.capture.batch import Batch, flatten_call
 from graphaccel.capture.export.export import split_targets
 from graphaccel.capture.export.outputs import output_names
@@ -19,6 +19,7 @@ from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.compat.torch import pytree
 from graphaccel.compiler.capture_context import without_autocast
 from graphaccel.compiler.compiler import Compiler, forward_schedule, schedule_of
+from graphaccel.compiler.ignored_rows import Completed, completed, with_rows
 from graphaccel.compiler.registered import Registered
 from graphaccel.compiler.variants import Variant, Variants, check_autocast
 from graphaccel.errors import BatchChanged, CaptureDiffers, GraphMisuse
@@ -82,6 +83,7 @@ class Handle:
         clip_norm: float | None = None,
         check: str = FIRST_STEP,
         on_nonfinite: str = IGNORE,
+        max_programs: int = MAX_PROGRAMS,
     ) -> None:
         self._guard = LossGuard(on_nonfinite, dist.get_rank() if devices > 1 else 0)
         self._initial, self._clip_norm = initial, clip_norm
@@ -94,7 +96,7 @@ class Handle:
         self._session: Session | None = None
         self._registered: Registered | None = None
         self._step: StepGraph | None = None
-        self._steps = Variants()
+        self._steps = Variants(max_programs, self._forget)
         self._optimizing: OptimizerStep | None = None
         self._known: AllGradients | None = None
         self._host: HostCopies | None = None
@@ -348,9 +350,12 @@ class Handle:
             except CaptureDiffers:
                 detach(self._model)
                 raise
+        assert self._session is not None
+        more = self._completed(batch)
+        if more is not None:
+            batch, given = with_rows(batch, more), more.leaves(given)
         variant = self._training_step(batch)
         compiled = variant.compiled
-        assert self._session is not None
         self._session.follow()
         now = Now(
             batch,
@@ -371,7 +376,7 @@ class Handle:
             agree = partial(self._agreement.check, BACKWARD)
             outputs = self._session.call(compiled, leaves, tracked, named, agree)
             drop_left(self._model, variant.left)
-            return compiled.rebuild(None, outputs)
+            return compiled.rebuild(None, outputs if more is None else more.cut(outputs))
         result = self._session.step(compiled, leaves)
         self._gate.spoilt(result.overflow)
         self._gate.check(lambda: self._given(result, compiled.program), self._session.mesh)
@@ -381,7 +386,18 @@ class Handle:
         marks = self._optimizing is not None and not skipped
         names, parameters = [n for n, _ in named], [p for _, p in named]
         loss = HandOut.apply(result, marks, self._away(), tuple(names), *parameters)
-        return compiled.rebuild(loss, result.outputs)
+        return compiled.rebuild(loss, result.outputs if more is None else more.cut(result.outputs))
+
+    def _completed(self, batch: Batch) -> Completed | None:
+        """How a batch that the plan cannot split evenly is completed, if it is one. Collective."""
+        assert self._step is not None
+        assert self.plan is not None
+
+        def captured(whole: Batch) -> StepGraph:
+            self._share_capture(whole)
+            return self._compiler.capture(whole)[0]
+
+        return completed(self._step, self.plan, batch, captured)
 
     def _given(self, result: StepResult, program: StepProgram) -> Given:
         """The results of a step of this program on this rank."""
@@ -472,6 +488,10 @@ class Handle:
         guards = self._compiler.captures.guards(step, batch)
         left = self._compiler.captures.left(step)
         return self._steps.add(key, Variant(compiled, guards, left), example=example)
+
+    def _forget(self, compiled: CompiledStep) -> None:
+        assert self._session is not None
+        self._session.forget(compiled)
 
     def _refuse_other(self, batch: Batch) -> None:
         """Raise for a batch with other inputs or dtypes; one of other sizes is captured anew."""

@@ -98,6 +98,12 @@ def batch_size(batch: Batch, dims: Mapping[int, int]) -> int:
     return next((batch.leaves[i].shape[dim] for i, dim in dims.items()), 1)
 
 
+def has_dims(batch: Batch, dims: Mapping[int, int]) -> bool:
+    """Whether the leaves of a batch have these batch dims."""
+    tensors = batch.tensors
+    return all(leaf in tensors and tensors[leaf].dim() > dim for leaf, dim in dims.items())
+
+
 def sequence_leaves(batch: Batch, batch_dims: Mapping[int, int]) -> tuple[int, dict[int, int]]:
     """The sequence length and the sequence dims: the other dim of the integer matrices, when all of
     them agree on it."""
@@ -108,6 +114,19 @@ def sequence_leaves(batch: Batch, batch_dims: Mapping[int, int]) -> tuple[int, d
     }
     sizes = {batch.leaves[i].shape[dim] for i, dim in other.items()}
     return (sizes.pop(), other) if len(sizes) == 1 else (0, {})
+
+
+def sequence_matrices(
+    batch: Batch, batch_dims: Mapping[int, int], length: int, integers: Mapping[int, int]
+) -> dict[int, int]:
+    """Sequence dims of `integers`, and of other matrices of the same size, such as a mask of
+    floats."""
+    found = dict(integers)
+    for leaf, dim in batch_dims.items():
+        tensor = batch.leaves[leaf]
+        if tensor.dim() == 2 and tensor.shape[1 - dim] == length:
+            found[leaf] = 1 - dim
+    return found
 
 
 def resized(batch: Batch, dims: Mapping[int, int], size: int) -> Batch:

@@ -12,7 +12,14 @@ from typing import Any
 import sympy
 from torch import fx, nn
 
-from graphaccel.capture.batch import Batch, batch_size, resized, sequence_leaves, without_aliases
+from graphaccel.capture.batch import (
+    Batch,
+    batch_size,
+    resized,
+    sequence_leaves,
+    sequence_matrices,
+    without_aliases,
+)
 from graphaccel.capture.batch_dims import assignments
 from graphaccel.capture.differentiate import differentiate, tangent_inputs
 from graphaccel.capture.export.export import (
@@ -220,15 +227,20 @@ def _captured(
     others: list[tuple[sympy.Symbol, int, ForwardGraph]] = []
     if symbolic and base:
         length, sequence = sequence_leaves(batch, dims)
-        wanted = [(BATCH, size + 2, dims)]
+        wanted: list[tuple[sympy.Symbol, int, list[Mapping[int, int]]]]
+        wanted = [(BATCH, size + 2, [dims])]
         if length >= 4:
             base[SEQUENCE] = length
-            wanted.append((SEQUENCE, length // 2, sequence))
-        for symbol, other, where in wanted:
-            variant = _variant(model, batch, loss_fn, where, other, answers)
+            matrices = sequence_matrices(batch, dims, length, sequence)
+            wheres = [matrices] if matrices == sequence else [matrices, sequence]
+            wanted.append((SEQUENCE, length // 2, wheres))
+        for symbol, other, places in wanted:
             ratio = other / base[symbol]
-            if variant is not None and same_structure(forward.graph, variant.graph, ratio):
-                others.append((symbol, other, variant))
+            for where in places:
+                variant = _variant(model, batch, loss_fn, where, other, answers)
+                if variant is not None and same_structure(forward.graph, variant.graph, ratio):
+                    others.append((symbol, other, variant))
+                    break
             else:
                 base.pop(symbol)
     return assemble(

@@ -13,7 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphaccel.capture.batch import Batch, batch_leaves, batch_size, sequence_leaves
+from graphaccel.capture.batch import (
+    Batch,
+    batch_leaves,
+    batch_size,
+    has_dims,
+    sequence_leaves,
+)
 from graphaccel.capture.batch_dims import given_dims
 from graphaccel.capture.export.export import export_forward
 from graphaccel.capture.export.weights import layout_of
@@ -323,7 +329,7 @@ class Captures:
 
     def _fitting(self, step: StepGraph, batch: Batch, training: bool) -> dict | None:
         """Symbolic sizes with which a capture serves this batch, or None."""
-        if step.training != training or not _has_dims(batch, step.batch_dims):
+        if step.training != training or not has_dims(batch, step.batch_dims):
             return None
         sizes = self._sizes(step, batch)
         if any((n == 1) != (step.sizes[symbol] == 1) for symbol, n in sizes.items()):
@@ -388,11 +394,6 @@ def _with_paths(step: StepGraph, recorded: Mapping[str, Place]) -> StepGraph:
 def _path(name: str) -> str:
     """The name of a place, as an attribute name in a captured forward."""
     return re.sub(r"\['?(.*?)'?\]", r".\1", name)
-
-
-def _has_dims(batch: Batch, dims: Mapping[int, int]) -> bool:
-    tensors = batch.tensors
-    return all(leaf in tensors and tensors[leaf].dim() > dim for leaf, dim in dims.items())
 
 
 def _refuse_empty(batch: Batch, *, first: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from graphaccel.guards.reads import line_of
 from graphaccel.guards.refusals import unsteady
 from graphaccel.planner.plan.base_plan import PRECISIONS
 from graphaccel.planner.plan.plan import Precision
+from graphaccel.progress import progress
 from graphaccel.runtime.session import CompiledStep, Session
 
 
@@ -46,10 +47,15 @@ class Variant:
 
 
 class Variants:
-    """Variants by key, the latest used first."""
+    """Compiled steps by key, at most `most` of them: the one not used for longest is dropped.
 
-    def __init__(self) -> None:
-        self._known: dict[Any, list[Variant]] = {}
+    dropped: called with a step that is dropped. All ranks make the same calls, and drop the same.
+    """
+
+    def __init__(self, most: int, dropped: Callable[[CompiledStep], None]) -> None:
+        self._most, self._dropped = most, dropped
+        self._known: dict[Any, list[Variant]] = {}  # latest used last
+        self._told = False
 
     def find(self, key: Any) -> Variant | None:
         """The one whose guards hold."""
@@ -58,6 +64,7 @@ class Variants:
             if variant.guards.hold():
                 if place:
                     known.insert(0, known.pop(place))
+                self._known[key] = self._known.pop(key)
                 return variant
         return None
 
@@ -66,8 +73,27 @@ class Variants:
         another one already, unless it was captured of an example, before any step."""
         if not example and not variant.guards.hold():
             raise unsteady(variant.guards.changes()[0])
-        self._known.setdefault(key, []).insert(0, variant)
+        known = self._known.pop(key, [])
+        self._known[key] = [variant, *known]
+        if sum(map(len, self._known.values())) > self._most:
+            self._drop()
         return variant
+
+    def _drop(self) -> None:
+        oldest = next(iter(self._known))
+        self._dropped(self._known[oldest].pop().compiled)
+        if not self._known[oldest]:
+            del self._known[oldest]
+        if not self._told:
+            self._told = True
+            progress("programs", _full(self._most), 0.0)
+
+
+def _full(most: int) -> str:
+    return (
+        f"more than max_programs={most} shapes of batches: a program is made anew for one that was "
+        "not used for long; pad lengths to a multiple to have fewer shapes"
+    )
 
 
 def check_autocast(precision: Precision, device_type: str) -> None:

@@ -152,6 +152,7 @@ class TooManyDevices(GraphAccelError):
 class BatchNotDivisible(GraphAccelError):
     """The batch cannot be split into equal microbatches. allowed: microbatch counts that can be
     used. devices, batches: numbers of devices, and batches, near those requested that would work.
+    reason: why ignored rows cannot complete the batch.
     """
 
     code = "GA206"
@@ -161,9 +162,22 @@ class BatchNotDivisible(GraphAccelError):
     allowed: tuple[int, ...]
     devices: tuple[int, ...] = ()
     batches: tuple[int, ...] = ()
+    reason: str = ""
 
     def message(self) -> Message:
         parts = self.microbatches * self.data
+        if self.reason:
+            return Message(
+                f"a batch of {self.batch} can not be cut into {parts} equal parts "
+                f"({self.microbatches} microbatches x data {self.data}), and rows to complete it "
+                "would change the result",
+                why=self.reason,
+                help=(
+                    "leave a last, smaller batch out:  "
+                    "DataLoader(dataset, batch_size=..., drop_last=True)",
+                    f"or use a batch that is a multiple of {parts}",
+                ),
+            )
         if self.devices or self.batches:
             return Message(
                 f"a batch of {self.batch} can not be shared by {self.data} devices",

@@ -271,6 +271,11 @@ class Session:
                 if executor is not None:
                     executor.constants[name].copy_(values)
 
+    def forget(self, compiled: CompiledStep) -> None:
+        """Free what runs a step that will not run again."""
+        self._executors.pop(id(compiled), None)
+        self._outside.pop(id(compiled), None)
+
     def follow(self) -> None:
         """Use a tensor that the script put in the place of a parameter's or buffer's (`p.data = x`,
         `load_state_dict(assign=True)`).

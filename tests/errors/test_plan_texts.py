@@ -88,6 +88,17 @@ error[GA206]: a batch of 12 can not be cut into 8 equal parts (4 microbatches x 
   explain: graphaccel explain GA206""",
     ),
     (
+        errors.BatchNotDivisible(
+            batch=5, microbatches=1, data=2, allowed=(), reason="its buffer n depends on every row"
+        ),
+        """\
+error[GA206]: a batch of 5 can not be cut into 2 equal parts (1 microbatches x data 2), and rows to complete it would change the result
+  why:  its buffer n depends on every row
+  help: leave a last, smaller batch out:  DataLoader(dataset, batch_size=..., drop_last=True)
+  help: or use a batch that is a multiple of 2
+  explain: graphaccel explain GA206""",
+    ),
+    (
         errors.SplitRefused(
             axis="microbatch",
             op="aten.batch_norm",

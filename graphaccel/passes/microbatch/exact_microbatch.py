@@ -315,7 +315,7 @@ class _Local:
     def _call(self, node: fx.Node) -> fx.Node:
         once = node in self.placed.head
         fixed = {
-            i: evaluate(expression, self.whole if once or self._is_number(node, i) else self.part)
+            i: evaluate(expression, self.whole if once or is_quantity(node, i) else self.part)
             for i, expression in node.meta["sizes"].items()
         }
         args, kwargs = with_integers(node, fixed)
@@ -334,24 +334,6 @@ class _Local:
         if once:
             return self.around.inside(node, self.whole_values.get(node, self.map[node]))
         return self.around.outside(node, self.map[node])
-
-    def _is_number(self, node: fx.Node, position: int) -> bool:
-        """Whether a number is a quantity (of the whole batch) rather than a size (of the part)."""
-        if node.target in _COUNTING or not hasattr(node.target, "_schema"):
-            return False
-        seen = 0
-        for argument, value in zip(schema(node), node.args, strict=False):
-            count = len(integers_in(value))
-            if seen <= position < seen + count:
-                return str(argument.type) in (
-                    "number",
-                    "Tensor",
-                    "float",
-                    "Optional[float]",
-                    "Optional[number]",
-                )
-            seen += count
-        return False
 
     def _added(self, target: Any, args: tuple, like: fx.Node, reason: str) -> fx.Node:
         new = self.graph.call_function(target, args)
@@ -392,6 +374,21 @@ def _mapped(call: Any, nodes: Mapping[fx.Node, fx.Node]) -> tuple[Any, Any]:
     """A call's (args, kwargs) with its nodes replaced."""
     replaced: Any = map_arg(call, lambda n: nodes[n])
     return replaced
+
+
+def is_quantity(node: fx.Node, position: int) -> bool:
+    """Whether a number of a call, by its position among all, is a quantity (of the whole batch)
+    rather than a size (of the part)."""
+    if node.target in _COUNTING or not hasattr(node.target, "_schema"):
+        return False
+    quantities = ("number", "Tensor", "float", "Optional[float]", "Optional[number]")
+    seen = 0
+    for argument, value in zip(schema(node), node.args, strict=False):
+        count = len(integers_in(value))
+        if seen <= position < seen + count:
+            return str(argument.type) in quantities
+        seen += count
+    return False
 
 
 def integers_in(value: Any) -> list[int | float]:

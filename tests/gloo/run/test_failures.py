@@ -142,7 +142,7 @@ def test_ranks_with_other_batches(pool: Pool) -> None:
     pool.run(2, _other_batches)
 
 
-def _uncut(rows: int, pins: dict[str, Any], parts: str, allowed: str, first: int | None) -> None:
+def _uncut(rows: int, pins: dict[str, Any], parts: str, allowed: str) -> None:
     model = Classifier()
     optimizer = torch.optim.AdamW(model.parameters())
     text = f"""\
@@ -151,47 +151,31 @@ error[GA206]: a batch of {rows} can not be cut into {parts}
   help: {allowed}
   help: or leave a last, smaller batch out:  DataLoader(dataset, batch_size=..., drop_last=True)
   explain: graphaccel explain GA206"""
-    if first is None:
-        with refused(errors.BatchNotDivisible, text, model, optimizer):
-            graphaccel.optimize(
-                model, optimizer, devices=2, example_batch=small_batch(rows), **pins
-            )
-        return
-    graphaccel.optimize(model, optimizer, devices=2, example_batch=small_batch(first), **pins)
     with refused(errors.BatchNotDivisible, text, model, optimizer):
-        model(*small_batch(rows))
+        graphaccel.optimize(model, optimizer, devices=2, example_batch=small_batch(rows), **pins)
 
 
 @pytest.mark.parametrize(
-    ("rows", "pins", "parts", "allowed", "first"),
+    ("rows", "pins", "parts", "allowed"),
     [
         (
             9,
             {"data": 2},
             "2 equal parts (1 microbatches x data 2)",
             "use a batch that is a multiple of 2",
-            None,
         ),
         (
             12,
             {"data": 2, "microbatches": 4},
             "8 equal parts (4 microbatches x data 2)",
             "with data=2 use microbatches= one of:  1, 2, 3, 6",
-            None,
-        ),
-        (
-            10,
-            PIPELINE,
-            "4 equal parts (4 microbatches x data 1)",
-            "with data=1 use microbatches= one of:  1, 2, 5, 10",
-            8,
         ),
     ],
 )
 def test_a_batch_that_can_not_be_cut(
-    pool: Pool, rows: int, pins: dict[str, Any], parts: str, allowed: str, first: int | None
+    pool: Pool, rows: int, pins: dict[str, Any], parts: str, allowed: str
 ) -> None:
-    pool.run(2, _uncut, rows, pins, parts, allowed, first)
+    pool.run(2, _uncut, rows, pins, parts, allowed)
 
 
 def _too_many_stages() -> None:

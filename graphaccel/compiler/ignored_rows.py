@@ -1,0 +1,310 @@
+"""Completes a batch that a plan cannot split evenly, with rows that change no result.
+
+A row is ignored where one input marks it so throughout: labels that hold the loss's `ignore_index`,
+a mask of zeros that multiplies the loss of each row. Whether that holds is derived from the
+captured forward: the values of such rows are followed from op to op, up to the sums over the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import getitem
+from typing import Any, NamedTuple
+
+import sympy
+import torch
+from torch import fx
+
+from graphaccel.capture.batch import Batch, batch_size, has_dims, resized, sequence_leaves
+from graphaccel.capture.stepgraph import StepGraph
+from graphaccel.capture.symbols import BATCH, SEQUENCE, evaluate
+from graphaccel.errors import BatchNotDivisible
+from graphaccel.ir.values import returned
+from graphaccel.passes.microbatch.exact_microbatch import batch_placement, is_quantity
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.progress import progress
+from graphaccel.sharding.rules.propagate import BatchPlacement
+from graphaccel.sharding.rules.shard import Shard
+
+aten = torch.ops.aten
+
+_VIEWS = {
+    aten.alias.default, aten.clone.default, aten.detach.default, aten.expand.default,
+    aten.flatten.using_ints, aten.permute.default, aten.reshape.default, aten.select.int,
+    aten.slice.Tensor, aten.squeeze.default, aten.squeeze.dim, aten.t.default,
+    aten.transpose.int, aten.unsqueeze.default, aten.view.default, aten._unsafe_view.default,
+}  # fmt: skip
+_SUMS = {aten.sum.default, aten.sum.dim_IntList}
+_ZERO_IF_ANY = {aten.mul.Tensor, aten.logical_and.default, aten.bitwise_and.Tensor}
+_EQUAL = {aten.ne.Scalar, aten.eq.Scalar}
+_ORDERED = {aten.ge.Scalar, aten.gt.Scalar, aten.le.Scalar, aten.lt.Scalar}
+
+
+@dataclass(frozen=True)
+class IgnoredRows:
+    """How rows are marked so that they add nothing to loss, gradients and buffers.
+
+    leaf, value: input of the batch, and what it holds in such a row; leaf None where the script
+    computes the loss, from the outputs of the other rows. outputs: leaf of the model's output → the
+    dim that has the rows, and its size; a leaf that is missing has no rows.
+    """
+
+    leaf: int | None
+    value: float
+    outputs: Mapping[int, tuple[int, Any]]
+
+
+@dataclass(frozen=True)
+class Completed:
+    """A batch with ignored rows at its end. sizes: symbolic sizes of the batch without them."""
+
+    step: StepGraph
+    rows: IgnoredRows
+    size: int
+    sizes: Mapping[sympy.Symbol, int]
+
+    def leaves(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
+        """The leaves of the batch, each with its first row repeated up to `size`, and marked."""
+        made = list(leaves)
+        for leaf, dim in self.step.batch_dims.items():
+            tensor = made[leaf]
+            more = self.size - tensor.shape[dim]
+            added = tensor.detach().narrow(dim, 0, 1)
+            if leaf == self.rows.leaf:
+                added = torch.full_like(added, self.rows.value)
+            whole = torch.cat([tensor, added.repeat_interleave(more, dim)], dim)
+            made[leaf] = whole
+        return tuple(made)
+
+    def cut(self, outputs: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Output leaves without the ignored rows."""
+        made = dict(outputs)
+        for leaf, (dim, size) in self.rows.outputs.items():
+            if leaf in made:
+                made[leaf] = made[leaf].narrow(dim, 0, int(evaluate(size, self.sizes)))
+        return made
+
+
+def completed(
+    planned: StepGraph, plan: Plan, batch: Batch, captured: Callable[[Batch], StepGraph]
+) -> Completed | None:
+    """How a batch of a size that the plan cannot split is completed; None where it can be split.
+
+    planned: the step that the plan was made for. captured: gives the step of a batch. A batch
+    smaller than the planned one gets its size.
+
+    Raises BatchNotDivisible (GA206) where ignored rows would change the result.
+    """
+    dims, parts = planned.batch_dims, plan.data * plan.microbatches
+    if parts == 1 or not has_dims(batch, dims) or BATCH not in planned.sizes:
+        return None
+    size = batch_size(batch, dims)
+    if size == 0 or size % parts == 0:
+        return None
+    wanted = plan.batch if size < plan.batch else -(-size // parts) * parts
+    step = captured(resized(batch, dims, wanted))
+    found = ignored_rows(step)
+    if isinstance(found, str):
+        raise BatchNotDivisible(
+            batch=size,
+            microbatches=plan.microbatches,
+            data=plan.data,
+            allowed=tuple(n for n in range(1, size + 1) if size % (n * plan.data) == 0),
+            reason=found,
+        )
+    key = (ignored_rows.__name__, wanted)
+    if key not in step.derived:
+        step.derived[key] = True
+        progress("batch", _line(batch, size, wanted, found), 0.0)
+    sizes = {BATCH: size, SEQUENCE: sequence_leaves(batch, dims)[0]}
+    return Completed(step, found, wanted, sizes)
+
+
+def _line(batch: Batch, size: int, wanted: int, rows: IgnoredRows) -> str:
+    mark = "" if rows.leaf is None else f" ({batch.names[rows.leaf]} = {rows.value:g})"
+    return f"{size} rows are completed to {wanted} with rows that add nothing{mark}"
+
+
+def with_rows(batch: Batch, more: Completed) -> Batch:
+    """The batch with its ignored rows."""
+    return replace(batch, leaves=more.leaves(batch.leaves))
+
+
+def ignored_rows(step: StepGraph) -> IgnoredRows | str:
+    """How rows of a step's batch are marked as ignored, or why none can be; cached."""
+    few = step if step.repeats is None else step.repeats.short
+    key = ignored_rows.__name__
+    if key not in few.derived:
+        few.derived[key] = _find(few)
+    return few.derived[key]
+
+
+def _find(step: StepGraph) -> IgnoredRows | str:
+    placed = batch_placement(step)
+    if placed.conflicts or placed.head:
+        return "it has an op that needs all examples at once"
+    if not step.has_loss:
+        found = _outputs(step, _follow(step, placed, None, 0.0))
+        return found if isinstance(found, str) else IgnoredRows(None, 0.0, found)
+    reason = "its loss has no input that marks a row as ignored"
+    for leaf, value in _candidates(step):
+        states = _follow(step, placed, leaf, value)
+        loss = next(
+            n for o, n in zip(step.outputs, returned(step.graph), strict=True) if o.kind == "loss"
+        )
+        if states[loss].kind != "clean":
+            continue
+        found = _outputs(step, states)
+        if not isinstance(found, str):
+            return IgnoredRows(leaf, value, found)
+        reason = found
+    return reason
+
+
+def _candidates(step: StepGraph) -> Iterator[tuple[int, float]]:
+    """Leaves with rows, and values that could mark one: those that the graph compares with, or on
+    either side of them, and zero."""
+    values: list[float] = []
+    for node in step.graph.graph.nodes:
+        if node.target is aten.nll_loss_forward.default:
+            values.append(node.args[4])
+        elif node.target in _EQUAL and isinstance(node.args[1], (int, float)):
+            values.append(node.args[1])
+        elif node.target in _ORDERED and isinstance(node.args[1], (int, float)):
+            values += (node.args[1] - 1, node.args[1] + 1)
+    leaves = [s.leaf for s in step.inputs if s.kind == "batch" and s.leaf in step.batch_dims]
+    for value in dict.fromkeys((*values, 0)):
+        for leaf in reversed(leaves):  # labels are usually last
+            yield leaf, value
+
+
+def _outputs(step: StepGraph, states: Mapping[fx.Node, _State]) -> dict[int, tuple[int, Any]] | str:
+    """The dims of the model's outputs that have rows, or which result depends on all rows."""
+    found: dict[int, tuple[int, Any]] = {}
+    for spec, node in zip(step.outputs, returned(step.graph), strict=True):
+        if spec.kind not in ("output", "buffer") or not isinstance(node, fx.Node):
+            continue
+        state = states.get(node, _CLEAN)
+        if state.kind == "clean":
+            continue
+        dim = batch_placement(step).places.get(node)
+        if spec.kind == "buffer":
+            return f"its buffer {spec.name} depends on every row"
+        if state.kind == "mixed" or not isinstance(dim, int):
+            return f"its output {spec.leaf} depends on every row"
+        found[spec.leaf] = dim, node.meta["dims"][dim]
+    return found
+
+
+class _State(NamedTuple):
+    """What a value has of the ignored rows. kind: "clean", nothing; "rows", rows of its own, of
+    which those hold `value` throughout, where that is known; "mixed", other rows depend on them."""
+
+    kind: str
+    value: float | None = None
+
+
+_CLEAN, _ROWS, _MIXED = _State("clean"), _State("rows"), _State("mixed")
+
+
+def _follow(
+    step: StepGraph, placed: BatchPlacement, leaf: int | None, value: float
+) -> dict[fx.Node, _State]:
+    """The state of every forward value where `leaf` holds `value` in the ignored rows."""
+    states: dict[fx.Node, _State] = {}
+    specs = iter(step.inputs)
+    for node in step.graph.graph.nodes:
+        if node.op == "placeholder":
+            spec = next(specs)
+            rows = spec.kind == "batch" and spec.leaf in step.batch_dims
+            states[node] = _ROWS if rows else _CLEAN
+            if rows and spec.leaf == leaf:
+                states[node] = _State("rows", value)
+        elif node.op == "call_function" and node.meta.get("phase") == "forward":
+            states[node] = _state(node, states, _has_rows(placed.places.get(node)))
+    return states
+
+
+def _has_rows(place: Any) -> bool:
+    if isinstance(place, tuple):
+        return any(map(_has_rows, place))
+    return isinstance(place, (int, Shard)) and not isinstance(place, bool)
+
+
+def _state(node: fx.Node, states: Mapping[fx.Node, _State], rows: bool) -> _State:
+    """The state of one op's result, from those of its arguments. rows: whether it has rows."""
+    given = [states[n] for n in node.all_input_nodes]
+    if any(state.kind == "mixed" for state in given) or _counts_rows(node):
+        return _MIXED
+    known = _nll_loss(node, states) if node.target is aten.nll_loss_forward.default else None
+    if known is not None:
+        return known
+    if node.target is getitem and given[0].kind == "clean":
+        return _CLEAN
+    value = _value(node, states)
+    if rows:
+        return _State("rows", value)
+    if all(state.kind == "clean" for state in given):
+        return _State("clean", value)
+    return _CLEAN if node.target in _SUMS and states[node.all_input_nodes[0]].value == 0 else _MIXED
+
+
+def _counts_rows(node: fx.Node) -> bool:
+    """Whether a number among the arguments is a number of rows, and not the size of a result."""
+    expressions = node.meta.get("sizes", {})
+    return any(
+        BATCH in getattr(e, "free_symbols", ()) and is_quantity(node, i)
+        for i, e in expressions.items()
+    )
+
+
+def _nll_loss(node: fx.Node, states: Mapping[fx.Node, _State]) -> _State | None:
+    """A loss of labels: nothing of rows whose labels are ignored."""
+    _, target, _, reduction, ignored = node.args
+    if states[target].value != ignored:
+        return None
+    return _State("rows", 0.0) if reduction == 0 else _CLEAN
+
+
+def _value(node: fx.Node, states: Mapping[fx.Node, _State]) -> float | None:
+    """What a result holds throughout in the ignored rows, or everywhere, where that is known."""
+    values = [states[a].value if isinstance(a, fx.Node) else a for a in node.args]
+    if node.target in _VIEWS:
+        return values[0]
+    if node.target is aten.constant_pad_nd.default:
+        return values[0] if len(values) > 2 and values[0] == values[2] else None
+    if node.target in _ZERO_IF_ANY and any(v is not None and v == 0 for v in values):
+        return 0.0
+    if node.target is aten.where.self and values[0] is not None:
+        return values[1] if values[0] else values[2]
+    if node.target is aten.masked_fill.Scalar and values[1] is not None:
+        return values[2] if values[1] else values[0]
+    if node.target in _SUMS:
+        return 0.0 if values[0] == 0 else None
+    if node.target is aten.mean.dim:
+        return values[0]
+    return _computed(node, states)
+
+
+def _computed(node: fx.Node, states: Mapping[fx.Node, _State]) -> float | None:
+    """The value of an elementwise op whose arguments are all known."""
+    target: Any = node.target
+    if target is aten.scalar_tensor.default:
+        return node.args[0]  # type: ignore[return-value]
+    if target in (aten.full.default, aten.full_like.default):
+        return node.args[1]  # type: ignore[return-value]
+    known = [states[n].value for n in node.all_input_nodes]
+    if not known or any(value is None for value in known):
+        return None
+    if target is aten._to_copy.default:
+        return torch.tensor(known[0]).to(node.meta["val"].dtype).item()
+    if torch.Tag.pointwise not in getattr(target, "tags", ()):
+        return None
+
+    def constant(argument: Any) -> Any:
+        if not isinstance(argument, fx.Node):
+            return argument
+        return torch.full((), states[argument].value, dtype=argument.meta["val"].dtype)
+
+    return target(*map(constant, node.args), **dict(node.kwargs)).item()
