@@ -178,7 +178,7 @@ def optimize(
             handle.prepare(
                 as_batch(example_batch), lambda: same_on_all_ranks(model, count, initial, device)
             )
-    attach(model, handle, handle.run, handle.state_dict, handle.has_all)
+    attach(model, handle, handle.run, handle.state_dict, handle.has_all, handle.generating)
     return model if optimizer is None else (model, optimizer)
 
 

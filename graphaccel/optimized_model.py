@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -50,6 +51,7 @@ from graphaccel.runtime.loss_scale import LossScale
 from graphaccel.runtime.mesh import build_mesh
 from graphaccel.runtime.module import HandOut, Kept, detach, original_class, own_forward
 from graphaccel.runtime.parameters.all_gradients import AllGradients, clip_before
+from graphaccel.runtime.parameters.gather_for_reading import Reading
 from graphaccel.runtime.parameters.host import HostCopies
 from graphaccel.runtime.parameters.optimizer_step import OptimizerStep
 from graphaccel.runtime.parameters.remote import RemoteTensor
@@ -96,6 +98,7 @@ class Handle:
         self._session: Session | None = None
         self._registered: Registered | None = None
         self._step: StepGraph | None = None
+        self._reading = Reading(model)
         self._steps = Variants(max_programs, self._forget)
         self._optimizing: OptimizerStep | None = None
         self._known: AllGradients | None = None
@@ -322,14 +325,43 @@ class Handle:
             )
         if not training and self._whole():
             return self._plain(forward, args, kwargs)
+        batch = flatten_call(args, kwargs)
+        if self._reading.active:
+            return self._read(training, batch, lambda: forward(module, *args, **kwargs))
+        if not training and self._reading.wanted(batch, args, kwargs):
+            assert self._session is not None
+            with self._reading.around(self._session, keep=False):
+                return self._read(training, batch, lambda: self._plain(forward, args, kwargs))
         check_autocast(self._precision(), self._device.type)
         if training:
             check_hooks(self._inner)
             if self._registered is not None:
                 self._registered.check(self._model)
-        batch = flatten_call(args, kwargs)
         with without_autocast():
             return self._train(batch) if training else self._evaluate(batch)
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Around `model.generate()`: calls of the model read weights that are gathered once, or for
+        each op where memory does not hold all. Collective where this rank has a part of them."""
+        if self._whole() or self._reading.active:
+            yield
+            return
+        assert self._session is not None
+        self._agreement.check(EVALUATE)
+        with self._reading.around(self._session, keep=True):
+            yield
+
+    def _read(self, training: bool, batch: Batch, call: Callable[[], Any]) -> Any:
+        """One call of the model's own forward on gathered weights."""
+        if training:
+            raise GraphMisuse(
+                what="a training step inside of model.generate()",
+                help_line="with torch.no_grad(): tokens = model.generate(...)",
+            )
+        self._refuse_gradients()
+        self._agreement.check(EVALUATE, batch)
+        return call()
 
     def _precision(self) -> Precision:
         """The plan's precision, or the one that a plan will have."""
@@ -508,14 +540,7 @@ class Handle:
     def _evaluate(self, batch: Batch) -> Any:
         assert self.plan is not None
         assert self._session is not None
-        if torch.is_grad_enabled() and not self._model.training:
-            raise GraphMisuse(
-                what="a forward in evaluation mode with gradients enabled, under "
-                + ("a pipeline" if self.plan.pipeline > 1 else "sharded parameters"),
-                help_line="to evaluate:  with torch.no_grad(): output = model(batch)",
-                other_help="to train with dropout off and batch statistics fixed:  "
-                "model.eval(); model.training = True",
-            )
+        self._refuse_gradients()
         state = self._compiler.captures.state_digest(batch, training=self._model.training)
         given = self._agreement.check(EVALUATE, batch, state=state)
         key = (self._model.training, batch.signature())
@@ -537,6 +562,18 @@ class Handle:
             result = self._session.evaluate(compiled, leaves)
         drop_left(self._model, variant.left)
         return compiled.rebuild(result.loss, result.outputs)
+
+    def _refuse_gradients(self) -> None:
+        """Raises GraphMisuse (GA407) for an evaluation whose gradients would be lost."""
+        assert self.plan is not None
+        if torch.is_grad_enabled() and not self._model.training:
+            raise GraphMisuse(
+                what="a forward in evaluation mode with gradients enabled, under "
+                + ("a pipeline" if self.plan.pipeline > 1 else "sharded parameters"),
+                help_line="to evaluate:  with torch.no_grad(): output = model(batch)",
+                other_help="to train with dropout off and batch statistics fixed:  "
+                "model.eval(); model.training = True",
+            )
 
     def _compiled(
         self, step: StepGraph, program: StepProgram, microbatches: int, chosen: Plan | None

@@ -7,7 +7,9 @@ reaches the loss, so that accumulation, loss weights and extra penalty terms kee
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -31,12 +33,14 @@ def attach(
     run: Callable[..., Any],
     state: Callable[..., Any] = lambda plain, _prefix: plain,
     whole: Callable[[], bool] = lambda: True,
+    generating: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
     """Replace the forward of a model's class by `run(module, original_forward, args, kwargs)`, in
     place.
 
     handle becomes `model.graphaccel`; state(model, plain_state_dict) completes `state_dict()`;
-    whole: whether this process holds all of the model (`runtime.plain.copying`).
+    whole: whether this process holds all of the model (`runtime.plain.copying`). generating: around
+    the model's `generate`, if it has one: many calls with the same weights.
     """
     original = type(model)
     reached = [0]
@@ -67,6 +71,7 @@ def attach(
             "forward": looks_like(original.forward, forward),
             "state_dict": looks_like(original.state_dict, state_dict),
             **copying(original, whole),
+            **_generating(original, generating),
             "__module__": original.__module__,
             "__qualname__": original.__qualname__,
             "__doc__": original.__doc__,
@@ -77,6 +82,21 @@ def attach(
         },
     )
     model.__class__ = made
+
+
+def _generating(
+    original: Any, around: Callable[[], AbstractContextManager[None]]
+) -> dict[str, Callable[..., Any]]:
+    """The `generate` of a class, inside of `around()`."""
+    own = getattr(original, "generate", None)
+    if not inspect.isfunction(own):
+        return {}
+
+    def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with around():
+            return own(self, *args, **kwargs)
+
+    return {"generate": looks_like(own, generate)}
 
 
 def original_class(model: nn.Module) -> type:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from graphaccel.compat.torch import pytree
-from graphaccel.compat.torch.tensors import data_of, without_storage
+from graphaccel.compat.torch.tensors import data_of, no_torch_function, without_storage
 from graphaccel.errors import ElsewhereNeeded, PartOfModel
 from graphaccel.errors.messages import line_of_script
 from graphaccel.runtime.parameters.norms import resolve
@@ -30,6 +30,8 @@ class RemoteTensor(torch.Tensor):
     """A tensor of another rank: shape, dtype, device, and the group to fetch values through."""
 
     group: Any
+
+    __torch_function__ = no_torch_function
 
     @staticmethod
     def __new__(
