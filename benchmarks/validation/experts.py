@@ -137,7 +137,7 @@ def _calls(run: Run, profile: Profile, plan: Plan) -> list[_Call]:
     sizes = Sizes({**profile.step.sizes, BATCH: plan.microbatch_size})
     kinds, first = profile.alike
     ahead = profile.node_forward
-    again = profile.again(plan).rows & ahead
+    again = profile.recomputation(plan).rows & ahead
     forward = np.bincount(kinds[ahead], minlength=len(first)).tolist()
     behind = np.concatenate([kinds[~ahead], kinds[again]])
     backward = np.bincount(behind, minlength=len(first)).tolist()

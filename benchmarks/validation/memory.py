@@ -49,7 +49,7 @@ def kept_share(run: Run, profile: Profile, plan: Plan, where: Cluster) -> float:
     sizes = Sizes({**profile.step.sizes, BATCH: plan.microbatch_size})
     tokens = run.microbatch * run.sequence // run.context
     whole = theirs = 0.0
-    for place in profile.saved(profile.again(plan))[0].tolist():
+    for place in profile.saved(profile.recomputation(plan))[0].tolist():
         tensor, size = profile.tensors[profile.storages.tensor[place]], float(sized.bytes[place])
         dims = tensor.node.meta["dims"]
         dims = dims[tensor.item] if tensor.item >= 0 else dims

@@ -146,8 +146,8 @@ def without_aliases(batch: Batch) -> Batch:
     seen: set[int] = set()
     leaves = []
     for leaf in batch.leaves:
-        again = isinstance(leaf, torch.Tensor) and id(leaf) in seen
-        leaves.append(_copy(leaf) if again else leaf)
+        repeated = isinstance(leaf, torch.Tensor) and id(leaf) in seen
+        leaves.append(_copy(leaf) if repeated else leaf)
         seen.add(id(leaf))
     return replace(batch, leaves=tuple(leaves))
 

@@ -65,11 +65,11 @@ def open_step(root: Path, step: int) -> tuple[Path, int]:
         if not (folder / NAME).exists():
             shutil.rmtree(folder)
     found = complete(root)
-    name, again = f"step-{step:08d}", 2
+    name, attempt = f"step-{step:08d}", 2
     folder = root / name
     while folder.exists():
-        folder = root / f"{name}.{again}"
-        again += 1
+        folder = root / f"{name}.{attempt}"
+        attempt += 1
     folder.mkdir()
     return folder, (found[-1].manifest.number if found else 0) + 1
 

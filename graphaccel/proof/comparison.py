@@ -72,8 +72,8 @@ class Pair:
 
     def compare_eager(self, setting: Setting) -> tuple[Deviation, ...]:
         """Compare eager with itself: a value that differs depends on more than the inputs."""
-        first, again = self._eager(setting), self._eager(setting)
-        return deviations(again, replace(first, strangers=()), self.dtype(setting))
+        first, second = self._eager(setting), self._eager(setting)
+        return deviations(second, replace(first, strangers=()), self.dtype(setting))
 
     def run(
         self,

@@ -18,7 +18,7 @@ class Proof:
     proved: bool
     text: str
     error: float = 0.0
-    again: bool = False
+    retry: bool = False
     early: bool = False
     graph: Results | None = field(default=None, repr=False)
 
@@ -28,7 +28,7 @@ def judge(found: Sequence[Deviation], *, trained: bool, note: str = "") -> Proof
     parameter has to get a gradient. note: appended to the text of a proof."""
     reason = _nothing(found, trained=trained)
     if reason:
-        return Proof(False, reason, again=bool(found))
+        return Proof(False, reason, retry=bool(found))
     gradients = [one for one in found if one.kind == "gradient"]
     zero = sum(bool(one.void) for one in gradients)
     count = len(gradients) - zero

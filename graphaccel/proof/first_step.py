@@ -120,7 +120,7 @@ def examine(pair: Pair) -> Proof | Differs:
         text = "the model has no weights yet to compare with eager; it is compared when it has"
         return Proof(False, text, early=True)
     if pair.sizes.get(BATCH) == 0:
-        return Proof(False, "the batch has no rows", again=True)
+        return Proof(False, "the batch has no rows", retry=True)
     made = _examine(pair)
     if made is None and pair.of is None:
         try:
@@ -169,7 +169,7 @@ def _examine(pair: Pair) -> Proof | Differs | None:
             log.info("%d rows can not be compared: %s", rows, error)
         else:
             if isinstance(made, Proof):
-                if made.proved or not made.again:
+                if made.proved or not made.retry:
                     return made
                 worst = worst or made
             else:
@@ -230,10 +230,10 @@ def _verdict(pair: Pair, setting: Setting) -> Proof | tuple[Setting, tuple[Devia
         return _judged(pair, found, note)
     if draws(pair.step):
         matched = replace(wide, by_shape=True)
-        again = pair.compare(matched)
-        if not _wrong(again):
-            return _judged(pair, again, ", draws matched by shape" + note)
-        wide, found = matched, again
+        matched_step = pair.compare(matched)
+        if not _wrong(matched_step):
+            return _judged(pair, matched_step, ", draws matched by shape" + note)
+        wide, found = matched, matched_step
     return _unsteady(pair, wide) or (wide, _wrong(found))
 
 

@@ -87,7 +87,7 @@ class Gate:
         self._proved.add(id(step))
         self._compared, self._early, self._graph = not made.early, made.early, made.graph
         left = self._undecided.pop(id(step), MORE + 1) - 1
-        if (made.again or made.early) and left:
+        if (made.retry or made.early) and left:
             self._undecided[id(step)] = left
 
     def later(self, step: StepGraph, pair: Callable[[], Pair | str] | None, *, whole: bool) -> None:

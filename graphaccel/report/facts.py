@@ -354,7 +354,7 @@ def _stages(
         elsewhere = {b for other in (*inside[:stage], *inside[stage + 1 :]) for b in other}
         own = [b for b in inside[stage] if not any(b in before for before in inside[:stage])]
         names = [profile.block_names[b] for b in own]
-        again = [plan.again.get(name) == () for name in names]
+        full = [plan.recomputed.get(name) == () for name in names]
         held = held_parameters(profile, [span])
         cut = plan.cuts[stage] if stage < len(plan.cuts) else ""
         module = profile.modules[profile.position[cut]] if cut else ""
@@ -376,9 +376,9 @@ def _stages(
                 ),
                 blocks=len(own),
                 whole_blocks=not elsewhere & set(inside[stage]),
-                recomputed=sum(again),
-                selectively=sum(bool(plan.again.get(name)) for name in names),
-                recomputed_first=again == sorted(again, reverse=True),
+                recomputed=sum(full),
+                selectively=sum(bool(plan.recomputed.get(name)) for name in names),
+                recomputed_first=full == sorted(full, reverse=True),
             )
         )
     return tuple(found)
@@ -411,15 +411,15 @@ def _recompute_price(
     plan: Plan, prediction: Prediction, profile: Profile, sized: SizedProfile, cluster: Cluster
 ) -> RecomputePrice | None:
     """The cost of recomputation, and the memory from which it would not be needed."""
-    if not plan.again or not prediction.memory:
+    if not plan.recomputed or not prediction.memory:
         return None
-    again = sized.done_again(profile.again(plan))[0].sum()
-    share = float(again) * plan.microbatches / plan.pipeline / prediction.seconds
+    seconds = sized.recompute_seconds(profile.recomputation(plan))[0].sum()
+    share = float(seconds) * plan.microbatches / plan.pipeline / prediction.seconds
     spans = stage_positions(profile, plan.cuts)[:: plan.pipeline]  # of rank 0
     trained = sum(p.bytes for p in held_parameters(profile, spans) if p.trainable)
     state = round(4 * prediction.memory[0].optimizer / trained) if trained else 0
     kept = predict_memory(profile, plan.decided(recompute=(), selective=()), cluster, state)
-    return RecomputePrice(len(plan.again), share, max(k.peak for k in kept))
+    return RecomputePrice(len(plan.recomputed), share, max(k.peak for k in kept))
 
 
 def fold(names: Sequence[str], *, parameters: bool = True) -> str:

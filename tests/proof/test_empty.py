@@ -71,7 +71,7 @@ def test_rows_without_a_loss_are_replaced_by_the_whole_batch(middle: Any) -> Non
 def test_nan_proves_nothing(middle: Any) -> None:
     made = prove(pair(spoilt(6), middle))
     assert not made.proved
-    assert made.again
+    assert made.retry
     assert made.text == "eager's own loss is NaN or infinite on this batch"
 
 
@@ -100,7 +100,7 @@ def test_zero_gradients_prove_nothing() -> None:
     given = as_batch((x, model.last(model.second(F.gelu(model.first(x)))).detach()))
     step, sizes = plain_step()
     made = prove(pair_of(model, None, step, given, sizes))
-    assert (made.proved, made.again) == (False, True)
+    assert (made.proved, made.retry) == (False, True)
     assert made.text == "all 6 gradients of eager's are zero on this batch"
 
 

@@ -164,7 +164,7 @@ def every_plan(
             problem,
             pins,
             mesh,
-            replace(mesh, cuts=cuts, scatter_sends=parts).doing_again(blocks),
+            replace(mesh, cuts=cuts, scatter_sends=parts).with_recomputed(blocks),
         )
         for mesh in meshes(problem, pins, batch)
         for cuts in cuts_of(mesh)

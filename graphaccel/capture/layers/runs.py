@@ -188,10 +188,10 @@ class _Watch(TorchDispatchMode):
             return _device(args[0])
         own = self.segments.setdefault(self.here, [])
         call = [func, self._said(args), self._said(kwargs or {})]
-        again = self._again(call, len(own))
-        result = func(*args, **(kwargs or {})) if again is None else again()
+        repeated = self._repeated(call, len(own))
+        result = func(*args, **(kwargs or {})) if repeated is None else repeated()
         own.append([*call, self._shapes(result)])
-        if again is None and self.here[0] >= 0 and self.here[1] == 1:
+        if repeated is None and self.here[0] >= 0 and self.here[1] == 1:
             self._keep(len(own) - 1, func, result)
         for tensor in _tensors(result):
             self._made[id(tensor)] = (self.here, len(own))
@@ -211,7 +211,7 @@ class _Watch(TorchDispatchMode):
                 make[0]() if whole is None else whole([each() for each in make])
             )
 
-    def _again(self, call: list[Any], place: int) -> Any:
+    def _repeated(self, call: list[Any], place: int) -> Any:
         """A function that rebuilds the result of a call if the layer before made the same call: the
         result depends on nothing else, so the op need not run. None where the calls differ."""
         run, layer = self.here

@@ -232,9 +232,9 @@ class _Passes:
 
     def written(self) -> frozenset[str]:
         """What the first forward wrote and the second did not change. Raises StateFrozen."""
-        again = self._changed(-1)
-        if again:
-            raise self._counter(again[0])
+        changed = self._changed(-1)
+        if changed:
+            raise self._counter(changed[0])
         first, second = self._passes[1:3]
         written = self._changed(1)
         cache = any(

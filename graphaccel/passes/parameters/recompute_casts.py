@@ -41,14 +41,14 @@ def recompute_casts(graph: fx.GraphModule, names: Collection[str]) -> fx.GraphMo
             continue
         for source in sources:
             if source in derived:
-                node.replace_input_with(source, _again(source, node, derived, clones))
+                node.replace_input_with(source, _copied(source, node, derived, clones))
     graph.graph.eliminate_dead_code()
     graph.graph.lint()
     graph.recompile()
     return graph
 
 
-def _again(
+def _copied(
     node: fx.Node, before: fx.Node, derived: set[fx.Node], clones: dict[fx.Node, fx.Node]
 ) -> fx.Node:
     """A copy of `node` for the backward, with the nodes it depends on."""

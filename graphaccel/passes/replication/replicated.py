@@ -150,7 +150,7 @@ def _programs_of_few(run: Runner, context: Context) -> Context:
     """The programs of all layers, from those of few. Raises NotRepeated."""
     step, plan = context.step, context.plan
     assert step.repeats is not None
-    rows = rows_of(step.repeats.runs, plan.again, cut_layers(stage_ends(step, plan.cuts)))
+    rows = rows_of(step.repeats.runs, plan.recomputed, cut_layers(stage_ends(step, plan.cuts)))
     if not rows or not _fewer(rows, step):
         raise NotRepeated("the plan treats too few layers in a row alike")
     few = [LAYERS] * len(rows)
@@ -173,10 +173,10 @@ def _of_count(run: Runner, context: Context, rows: Sequence[Run], count: Sequenc
     """The context after all passes except the "sums", with `count` layers in each row."""
     step, plan = _with_rows(context.step, rows, count), context.plan
     ends = stage_ends(context.step, plan.cuts)
-    own = plan.doing_again({
-        block.name: plan.again[full]
+    own = plan.with_recomputed({
+        block.name: plan.recomputed[full]
         for block in step.blocks
-        if (full := copies(rows, block.name, count)[0]) in plan.again
+        if (full := copies(rows, block.name, count)[0]) in plan.recomputed
     })  # fmt: skip
     own = replace(own, cuts=ends_among(ends, rows, count, step))
     few = _repeated(run, replace(context, step=step, plan=own), _few_sharded(run, context))

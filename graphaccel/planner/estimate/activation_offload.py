@@ -25,7 +25,7 @@ def away_bytes(profile: Profile, sized: SizedProfile, plan: Plan) -> np.ndarray:
         return np.zeros(len(profile), dtype=np.int64)
 
     def made() -> np.ndarray:
-        kept, at, *_ = profile.saved(profile.again(plan))
+        kept, at, *_ = profile.saved(profile.recomputation(plan))
         large = sized.bytes[kept] >= LARGE
         size = sized.bytes[kept[large]]
         return np.bincount(at[large], size, minlength=len(profile)).astype(np.int64)

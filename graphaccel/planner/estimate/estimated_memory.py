@@ -51,7 +51,7 @@ def predict_memory(
     none). stepping: temporary memory of its step.
     """
     sized = sized_for(profile, plan, cluster)
-    works = stage_works(profile, sized, plan.doing_again({}), cluster.device.launch_seconds)
+    works = stage_works(profile, sized, plan.with_recomputed({}), cluster.device.launch_seconds)
     return _Estimate(profile, sized, tuple(works), plan, cluster, optimizer_bytes, stepping).ranks()
 
 
@@ -226,7 +226,7 @@ def _sent(
     ends = np.array([work.end - 1 for work in works])
     crossing = profile.crossing
     source = np.searchsorted(ends, crossing.at)
-    kept, kept_at, *_ = profile.saved(profile.again(plan))
+    kept, kept_at, *_ = profile.saved(profile.recomputation(plan))
     wanted = np.full(len(profile.storages), -1)
     wanted[kept] = np.searchsorted(ends, kept_at)
     far = np.searchsorted(ends, crossing.last) != source

@@ -104,15 +104,17 @@ def spared_casts(plan: Plan) -> tuple[float, float]:
 def _stage_works(
     profile: Profile, sized: SizedProfile, plan: Plan, launch_seconds: float
 ) -> tuple[StageWork, ...]:
-    again, sent_again, host_again = sized.done_again(profile.again(plan))
+    recomputing, sent_recomputing, host_recomputing = sized.recompute_seconds(
+        profile.recomputation(plan)
+    )
     ahead_of, back_of = spared_casts(plan)
     casts = sized.held_casts if plan.holds_casts else sized.casts
     forward = sized.forward - ahead_of * casts
-    backward = sized.backward - back_of * casts + again
-    sent = sized.sent_backward + sent_again
+    backward = sized.backward - back_of * casts + recomputing
+    sent = sized.sent_backward + sent_recomputing
     starts = sized.held_starts if plan.holds_casts else np.zeros(len(profile), dtype=float)
     starting = sized.host_forward - ahead_of * starts
-    host = sized.host_backward - back_of * starts + host_again
+    host = sized.host_backward - back_of * starts + host_recomputing
     if recorded(plan):
         starting, host = np.zeros_like(starting), np.zeros_like(host)
     action = _LAUNCHES_AN_ACTION * launch_seconds

@@ -16,7 +16,7 @@ from graphaccel.planner.estimate.parameter_prefetch import uploaded
 from graphaccel.planner.estimate.stage_costs import StageWork
 from graphaccel.planner.estimate.zero_memory import Motion, in_motion, motion_key
 from graphaccel.planner.plan.plan import Plan
-from graphaccel.planner.profile.block_recompute import Again
+from graphaccel.planner.profile.block_recompute import Recomputation
 from graphaccel.planner.profile.profile import Profile, SizedProfile
 
 
@@ -50,8 +50,8 @@ def stage_peaks(
     """
     key = "stages", plan.cuts
     first, stage = sized.once(key, lambda: _stages(works))
-    again = profile.again(plan)
-    saved, _ = sized.saved(again)
+    recomputation = profile.recomputation(plan)
+    saved, _ = sized.saved(recomputation)
     away = away_bytes(profile, sized, plan)
     running = _within(saved - away, first, stage)
     forward, backward = sized.passing_forward, sized.passing_backward
@@ -62,9 +62,9 @@ def stage_peaks(
     if not motion_key(plan):  # they stay where they are accumulated
         added = sized.passing_added(plan.holds_casts)
         backward = np.where(accumulated[stage], added, backward)
-    if again.rows.any():
+    if recomputation.rows.any():
         groups = sized.once(("blocks", plan.cuts), lambda: _blocks(profile, stage))
-        backward = backward + _remade(_coming(profile, sized, again, stage), *groups)
+        backward = backward + _remade(_coming(profile, sized, recomputation, stage), *groups)
     if "activations" in plan.offload:
         spans = [slice(work.first, work.end) for work in works]
         moved = np.concatenate([beside(profile, away, here) for here in spans])
@@ -139,11 +139,13 @@ def _blocks(profile: Profile, stage: np.ndarray) -> tuple[np.ndarray, np.ndarray
     return inside[order], group, start
 
 
-def _coming(profile: Profile, sized: SizedProfile, again: Again, stage: np.ndarray) -> np.ndarray:
+def _coming(
+    profile: Profile, sized: SizedProfile, recomputation: Recomputation, stage: np.ndarray
+) -> np.ndarray:
     """By how many bytes recomputed values grow at each position: they are held from the position
     whose backward reads them last up to where they are computed, or to the stage's end."""
-    _, _, made, until = profile.saved(again)
-    before, size = again.before[made], sized.bytes[made]
+    _, _, made, until = profile.saved(recomputation)
+    before, size = recomputation.before[made], sized.bytes[made]
     within = (before >= 0) & (stage[before] == stage[until])
     found = np.bincount(until, size, minlength=len(profile))
     found -= np.bincount(before[within], size[within], minlength=len(profile))
@@ -151,11 +153,11 @@ def _coming(profile: Profile, sized: SizedProfile, again: Again, stage: np.ndarr
 
 
 def _remade(
-    again: np.ndarray, places: np.ndarray, group: np.ndarray, start: np.ndarray
+    recomputed: np.ndarray, places: np.ndarray, group: np.ndarray, start: np.ndarray
 ) -> np.ndarray:
     """Running sums of the bytes of recomputed values within each block of each stage."""
-    found = np.zeros(len(again), dtype=np.int64)
-    found[places] = _within(again[places], start, group)
+    found = np.zeros(len(recomputed), dtype=np.int64)
+    found[places] = _within(recomputed[places], start, group)
     return found
 
 

@@ -112,14 +112,14 @@ def _over_data(
             found.append(("+".join(inner), "all-reduce", calls, size, calls * one))
     if plan.zero and plan.data > 1:
         sizes = [work.gradient] if plan.zero < 3 else _groups(profile, work, plan)
-        again = 1
+        times = 1
         if plan.zero == 3 and not plan.holds_gathered:
-            again = plan.microbatches * (1 if plan.reshard_after_forward == "never" else 2)
+            times = plan.microbatches * (1 if plan.reshard_after_forward == "never" else 2)
         seconds = sum(
             all_gather_seconds(cluster, n, plan.shards, plan.stride("data")) for n in sizes
         )
-        found.append((plan.shard_axis, "all-gather", len(sizes) * again, sum(sizes) * again,
-                      seconds * again))  # fmt: skip
+        found.append((plan.shard_axis, "all-gather", len(sizes) * times, sum(sizes) * times,
+                      seconds * times))  # fmt: skip
     return found
 
 

@@ -55,8 +55,8 @@ def motion_key(plan: Plan) -> tuple[object, ...]:
         return ()
     once = plan.microbatches == 1
     each = once or plan.accumulation == "shards"
-    again = plan.reshard_after_forward, plan.gathers_low
-    return (plan.zero == 3, plan.shards, *again, once, each, plan.bucket_bytes)
+    gathering = plan.reshard_after_forward, plan.gathers_low
+    return (plan.zero == 3, plan.shards, *gathering, once, each, plan.bucket_bytes)
 
 
 def in_motion(

@@ -161,9 +161,9 @@ def explain(record: Record, plan: Plan) -> Explanation:
 def value_of(plan: Plan, name: str, blocks: tuple[str, ...]) -> str:
     """A decision of `plan` in the notation of the pin of that name."""
     if name == "recompute":
-        if not plan.again:
+        if not plan.recomputed:
             return "none"
-        if not plan.recompute and set(plan.again) == set(blocks):
+        if not plan.recompute and set(plan.recomputed) == set(blocks):
             return "selective"
         return "all" if set(plan.recompute) == set(blocks) else "some"
     if name == "offload":

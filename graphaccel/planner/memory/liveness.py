@@ -122,9 +122,9 @@ class Liveness:
                 self._rows[graph] = rows_of(graph, self.chosen, exchanged=self.exchanged)
             handed = [[number[s] for s in held] for held in inputs]
             self._ran[key] = _Walk(self._rows[graph], given, handed).through(self.pieces)
-        return self._again(self._ran[key], given, name, stage)
+        return self._repeated(self._ran[key], given, name, stage)
 
-    def _again(
+    def _repeated(
         self, ran: _Ran, given: Sequence[Storage], name: str, stage: int
     ) -> list[list[Storage]]:
         before = dict(self.live)

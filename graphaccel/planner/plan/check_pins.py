@@ -39,12 +39,12 @@ def check_together(pins: Pins, devices: int, has_loss: bool) -> None:
 
 def _check_zero(pins: Pins, devices: int) -> None:
     zero = pins.zero
-    again = pins.reshard_after_forward
+    reshard = pins.reshard_after_forward
     sizes = axis_sizes(pins, devices)
     data = sizes["data"]
-    if again not in (None, "always") and pins.zeros != (3,):
+    if reshard not in (None, "always") and pins.zeros != (3,):
         reason = f"with zero={zero} no parameter is gathered"
-        raise BadPin(pin="reshard_after_forward", value=again, reason=reason, allowed=("always",))
+        raise BadPin(pin="reshard_after_forward", value=reshard, reason=reason, allowed=("always",))
     if pins.accumulation == "shards" and min(pins.zeros) < 2:
         reason = f"with zero={zero} every device keeps whole gradients"
         raise BadPin(pin="accumulation", value=pins.accumulation, reason=reason, allowed=("whole",))

@@ -237,12 +237,12 @@ class Plan:
         return self.cast_once and low and not (self.zero == 3 and self.data > 1)
 
     @cached_property
-    def again(self) -> dict[str, tuple[str, ...]]:
+    def recomputed(self) -> dict[str, tuple[str, ...]]:
         """Block that is recomputed → the values that are saved of it, () if none."""
         several = {block: own.saved for own in self.selective for block in own.blocks}
         return {**dict.fromkeys(self.recompute, ()), **several}
 
-    def doing_again(self, saved: Mapping[str, tuple[str, ...]]) -> Plan:
+    def with_recomputed(self, saved: Mapping[str, tuple[str, ...]]) -> Plan:
         """This plan with other blocks recomputed: block → the values that are saved of it, () if
         none."""
         groups: dict[tuple[str, ...], list[str]] = {}

@@ -62,7 +62,7 @@ def block_values(
 
 
 @dataclass(frozen=True, eq=False)
-class Again:
+class Recomputation:
     """What is recomputed. saved: block number → which of its positions are saved, by their order in
     the block. rows: joint rows that are recomputed. inner: storages that are recomputed where the
     backward of their block reads them. until: the position whose backward reads them last; before:
@@ -125,14 +125,16 @@ class BlockKind:
     def way(self, saved: tuple[int, ...]) -> _Way:
         """What is recomputed and held in memory where these positions are saved."""
         if saved not in self._ways:
-            self._ways[saved] = _Way(self.stays(saved), self.done_again(saved), *self.lives(saved))
+            self._ways[saved] = _Way(
+                self.stays(saved), self.recomputed_rows(saved), *self.lives(saved)
+            )
         return self._ways[saved]
 
     def stays(self, saved: Collection[int]) -> np.ndarray:
         """Rows whose values are not recomputed where some positions are saved."""
         return self.fixed | (np.isin(self.at, list(saved)) & ~self.sent)
 
-    def done_again(self, saved: Collection[int]) -> np.ndarray:
+    def recomputed_rows(self, saved: Collection[int]) -> np.ndarray:
         """Rows that are recomputed."""
         stays, count = self.stays(saved), len(self.maker)
         done = np.zeros(len(self.at), dtype=bool)
@@ -149,7 +151,7 @@ class BlockKind:
         storage is held: the backward goes down from the last. It is recomputed when something that
         depends on it is first read. first > last where it is not held from one position to another.
         Casts that recomputed rows read are included."""
-        done, count = self.done_again(saved), len(self.maker)
+        done, count = self.recomputed_rows(saved), len(self.maker)
         read = self.reads[1][done[self.reads[0]]]
         makers = self.maker[read[read < count]]
         done[makers[self.cast[makers]]] = True
@@ -167,13 +169,13 @@ class BlockKind:
                     last[source] = max(last[source], turn[row])
                     first[source] = min(first[source], turn[row])
         passing = ~self.back & (first == last)
-        again = done[self.maker] & (self.counted | self.cast[self.maker]) & ~passing
-        return np.where(again, first, len(self.labels)), np.where(again, last, -1)
+        freed = done[self.maker] & (self.counted | self.cast[self.maker]) & ~passing
+        return np.where(freed, first, len(self.labels)), np.where(freed, last, -1)
 
     def waiting(self, saved: Collection[int]) -> tuple[np.ndarray, np.ndarray]:
         """(own storages, outside storages) that are saved for the backward because of this block,
         if it alone is recomputed."""
-        done, count = self.done_again(saved), len(self.maker)
+        done, count = self.recomputed_rows(saved), len(self.maker)
         reader, storage = self.reads
         wanted = np.zeros(count + len(self.outer), dtype=bool)
         wanted[storage[done[reader]]] = True
@@ -183,7 +185,7 @@ class BlockKind:
 
 
 class _Way(NamedTuple):
-    """The results of `BlockKind.stays`, `done_again` and `lives` for some saved positions."""
+    """The results of `BlockKind.stays`, `recomputed_rows` and `lives` for some saved positions."""
 
     stays: np.ndarray
     done: np.ndarray
@@ -191,7 +193,7 @@ class _Way(NamedTuple):
     last: np.ndarray
 
 
-def again_of(profile: Profile, saved: Mapping[int, tuple[int, ...]]) -> Again:
+def recomputation_of(profile: Profile, saved: Mapping[int, tuple[int, ...]]) -> Recomputation:
     """What is recomputed where blocks save these of their positions, and nothing else."""
     rows = np.zeros(len(profile.lines.of), dtype=bool)
     inner = np.zeros(len(profile.storages), dtype=bool)
@@ -212,7 +214,7 @@ def again_of(profile: Profile, saved: Mapping[int, tuple[int, ...]]) -> Again:
             until[makes[:, lying]] = places[:, first[lying]]
             ended = lying & (last + 1 < len(kind.labels))
             before[makes[:, ended]] = places[:, last[ended] + 1]
-    return Again(dict(saved), rows, inner, until, before)
+    return Recomputation(dict(saved), rows, inner, until, before)
 
 
 def chosen_positions(profile: Profile, plan: Plan) -> dict[int, tuple[int, ...]]:
@@ -232,25 +234,25 @@ def chosen_positions(profile: Profile, plan: Plan) -> dict[int, tuple[int, ...]]
     return saved
 
 
-def saved_with(profile: Profile, again: Again) -> tuple[np.ndarray, ...]:
+def saved_with(profile: Profile, recomputation: Recomputation) -> tuple[np.ndarray, ...]:
     """What is saved for the backward, and what is recomputed for it.
 
-    (storage numbers, positions) of what is saved, (storage numbers, positions as `Again.until`) of
-    what is recomputed. Saved: what the backward and recomputed rows read, unless it is recomputed
-    in its block and nothing outside that block reads it.
+    (storage numbers, positions) of what is saved, (storage numbers, positions as
+    `Recomputation.until`) of what is recomputed. Saved: what the backward and recomputed rows read,
+    unless it is recomputed in its block and nothing outside that block reads it.
     """
     storages = profile.storages
     storage, row, place, ahead = storages.uses
     own = profile.block_at[storages.at[storage]]
-    counted = storages.waits[storage] & (~ahead | again.rows[row])
-    counted &= ~(again.inner[storage] & (profile.block_at[place] == own))
+    counted = storages.waits[storage] & (~ahead | recomputation.rows[row])
+    counted &= ~(recomputation.inner[storage] & (profile.block_at[place] == own))
     first = np.full(len(storages), _FAR)
     used, start = storages.used
     if len(used):
         first[used] = np.minimum.reduceat(np.where(counted, place, _FAR), start)
     kept = np.flatnonzero(first < _FAR)
-    made = np.flatnonzero(again.inner & (again.until >= 0) & (first == _FAR))
-    return kept, first[kept], made, again.until[made]
+    made = np.flatnonzero(recomputation.inner & (recomputation.until >= 0) & (first == _FAR))
+    return kept, first[kept], made, recomputation.until[made]
 
 
 def find_kinds(profile: Profile) -> tuple[BlockKind, ...]:

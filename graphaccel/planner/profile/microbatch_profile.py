@@ -17,7 +17,7 @@ from graphaccel.planner.profile.cost import Sizes, chunk_bytes, dims_of, in_chun
 from graphaccel.planner.profile.efficiency import gap_seconds, seconds_of
 
 if TYPE_CHECKING:
-    from graphaccel.planner.profile.block_recompute import Again
+    from graphaccel.planner.profile.block_recompute import Recomputation
     from graphaccel.planner.profile.profile import Profile
     from graphaccel.planner.profile.storages import Tensor
 
@@ -55,7 +55,9 @@ class SizedProfile:
         self._profile = profile
         self.exchanges = device.type == "cpu"
         self._known: dict[Hashable, Any] = {}
-        self._of_again: WeakKeyDictionary[Again, dict[str, Any]] = WeakKeyDictionary()
+        self._by_recomputation: WeakKeyDictionary[Recomputation, dict[str, Any]] = (
+            WeakKeyDictionary()
+        )
         kind, first = profile.alike
         parted = [n for n in first if in_chunks(n)]
         self.chunks = chunk_sizes(parted, resolve, device)
@@ -207,22 +209,24 @@ class SizedProfile:
         gone[order] = np.cumsum(change)[:-1]
         return gone
 
-    def saved(self, again: Again | None = None) -> tuple[np.ndarray, np.ndarray]:
+    def saved(self, recomputation: Recomputation | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Bytes per position that are saved for the backward, and that are recomputed for it."""
-        again = self._profile.none_again if again is None else again
+        recomputation = self._profile.no_recomputation if recomputation is None else recomputation
 
         def made() -> tuple[np.ndarray, np.ndarray]:
-            kept, kept_at, remade, remade_at = self._profile.saved(again)
+            kept, kept_at, remade, remade_at = self._profile.saved(recomputation)
             return self._at(kept_at, self.bytes[kept]), self._at(remade_at, self.bytes[remade])
 
-        return self._once_again("saved", again, made)
+        return self._once_per_recomputation("saved", recomputation, made)
 
-    def done_again(self, again: Again) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def recompute_seconds(
+        self, recomputation: Recomputation
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Seconds per position of recomputation for the backward: of the device, those of
         collectives among them, and those in which the process starts the ops."""
 
         def made() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-            here, length = again.rows, len(self._profile)
+            here, length = recomputation.rows, len(self._profile)
             place, kind = self._profile.node_position[here], self._profile.alike[0][here]
             seconds, sent, starting = (
                 np.bincount(place, values[kind], minlength=length).astype(float)
@@ -230,11 +234,13 @@ class SizedProfile:
             )
             return seconds, sent, starting
 
-        return self._once_again("done", again, made)
+        return self._once_per_recomputation("done", recomputation, made)
 
-    def _once_again(self, what: str, again: Again, make: Callable[[], T]) -> T:
-        """`once`, cached for the lifetime of `again`."""
-        known = self._of_again.setdefault(again, {})
+    def _once_per_recomputation(
+        self, what: str, recomputation: Recomputation, make: Callable[[], T]
+    ) -> T:
+        """`once`, cached for the lifetime of `recomputation`."""
+        known = self._by_recomputation.setdefault(recomputation, {})
         if what not in known:
             known[what] = make()
         return cast(T, known[what])

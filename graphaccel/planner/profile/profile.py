@@ -28,11 +28,11 @@ from graphaccel.planner.cluster.cluster import Device
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.profile.axis_collectives import KINDS, Wires
 from graphaccel.planner.profile.block_recompute import (
-    Again,
     BlockKind,
-    again_of,
+    Recomputation,
     chosen_positions,
     find_kinds,
+    recomputation_of,
     saved_with,
 )
 from graphaccel.planner.profile.cost import (
@@ -113,8 +113,8 @@ class Profile:
         self._sized: dict[Any, SizedProfile] = {}
         self.whole_again = False
         """Whether recomputing a block repeats all of its forward, as other systems do."""
-        self._recent = lru_cache(_RECENT)(self._again)
-        self._saved: WeakKeyDictionary[Again, tuple[np.ndarray, ...]] = WeakKeyDictionary()
+        self._recent = lru_cache(_RECENT)(self._recomputation)
+        self._saved: WeakKeyDictionary[Recomputation, tuple[np.ndarray, ...]] = WeakKeyDictionary()
         self._known: dict[Hashable, Any] = {}
 
     def __len__(self) -> int:
@@ -273,34 +273,34 @@ class Profile:
             found[name] = Parameter(name, sizes[which], trainable, tuple(sorted(positions)), shape)
         return tuple(found.values())
 
-    def again(self, plan: Plan) -> Again:
+    def recomputation(self, plan: Plan) -> Recomputation:
         """What `plan` recomputes."""
         return self.saving(chosen_positions(self, plan))
 
-    def saving(self, saved: Mapping[int, tuple[int, ...]]) -> Again:
+    def saving(self, saved: Mapping[int, tuple[int, ...]]) -> Recomputation:
         """What is recomputed where blocks (numbers) save these of their positions, by their order
         in the block, and nothing else."""
-        return self._recent(frozenset(saved.items())) if saved else self.none_again
+        return self._recent(frozenset(saved.items())) if saved else self.no_recomputation
 
-    def _again(self, saved: frozenset[tuple[int, tuple[int, ...]]]) -> Again:
-        return again_of(self, dict(saved))
+    def _recomputation(self, saved: frozenset[tuple[int, tuple[int, ...]]]) -> Recomputation:
+        return recomputation_of(self, dict(saved))
 
     @cached_property
-    def none_again(self) -> Again:
+    def no_recomputation(self) -> Recomputation:
         """No recomputation."""
-        return again_of(self, {})
+        return recomputation_of(self, {})
 
     @cached_property
-    def all_again(self) -> Again:
+    def full_recomputation(self) -> Recomputation:
         """Full recomputation of every block."""
         return self.saving(dict.fromkeys(range(len(self.block_names)), ()))
 
-    def saved(self, again: Again) -> tuple[np.ndarray, ...]:
+    def saved(self, recomputation: Recomputation) -> tuple[np.ndarray, ...]:
         """What is saved and recomputed for the backward
         (`planner.profile.block_recompute.saved_with`)."""
-        if again not in self._saved:
-            self._saved[again] = saved_with(self, again)
-        return self._saved[again]
+        if recomputation not in self._saved:
+            self._saved[recomputation] = saved_with(self, recomputation)
+        return self._saved[recomputation]
 
     @cached_property
     def block_kinds(self) -> tuple[BlockKind, ...]:

@@ -21,7 +21,7 @@ from graphaccel.planner.search.search_state import Pass
 
 _SOLVED = 160  # candidates that are solved at most
 _FEW = 32  # and at least, of deep models: of five the best was among the first dozen
-_AGAIN = 16  # the same, where the question is whether anything beats a plan that is already known
+_FEW_KNOWN = 16  # the same, where the question is whether anything beats a plan already known
 _BLOCKS = 320_000  # divided by the square of the block count: solving and layouts cost by block
 _BUILT = 6  # layouts whose graphs are built at most; those with a tensor axis only always are
 # Of 460 candidates of Llama-3-405B on 1,024 to 16,384 devices none took less than 0.94 of the
@@ -65,7 +65,7 @@ class _Guided:
         self._push_all()
         least = work.least()
         self.built = len({x.tensor for x in self.groups})
-        few = _FEW if work.goal == math.inf else _AGAIN
+        few = _FEW if work.goal == math.inf else _FEW_KNOWN
         enough = min(_SOLVED, max(few, _BLOCKS // max(self.blocks, 1) ** 2))
         while self.solved < enough:
             row = self.queue.pop()

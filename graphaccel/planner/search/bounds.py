@@ -52,7 +52,7 @@ class Columns:
     interleave: np.ndarray
     data: np.ndarray
     zero: np.ndarray
-    again: np.ndarray
+    reshard: np.ndarray
     shards: np.ndarray
     small: np.ndarray
     apart: np.ndarray
@@ -73,7 +73,7 @@ class Columns:
     @property
     def held(self) -> np.ndarray:
         """Whether parameters that ZeRO 3 gathers are held for all microbatches."""
-        return (self.zero == 3) & (self.data > 1) & (self.again == _STEP)
+        return (self.zero == 3) & (self.data > 1) & (self.reshard == _STEP)
 
     @cached_property
     def sizes(self) -> tuple[list[int], np.ndarray]:
@@ -206,7 +206,7 @@ class Bounds:
         as most are; uneven stages may beat this by a part of the pipeline bubble."""
         known, sums = self.nearest(of.layout), self.sums(of)
         extra = of.layout.model_parallel_size // known.model_parallel_size
-        low = (of.zero == 3) & (RESHARDS.index("never") != of.again) & (self.gathered < 1)
+        low = (of.zero == 3) & (RESHARDS.index("never") != of.reshard) & (self.gathered < 1)
         casts = np.where(low, sums.casts * (1 - 1 / of.over), 0.0)
         if self._casts_once:  # casts may be held
             held = (of.microbatches > 1) & ~((of.zero == 3) & (of.data > 1))
@@ -341,7 +341,7 @@ def _spread(found: Sequence[T], place: np.ndarray) -> T:
     )
 
 
-def again_curve(bounds: Bounds, known: Layout, small: int) -> tuple[np.ndarray, np.ndarray]:
+def recompute_curve(bounds: Bounds, known: Layout, small: int) -> tuple[np.ndarray, np.ndarray]:
     """(shares of the saved bytes that recomputation can free, ascending from 0 to 1; share of the
     forward that is recomputed for it), the cheapest first, for one microbatch size."""
     profile, sized = bounds.alike(_sized, known, small)

@@ -314,8 +314,8 @@ def _zeros(
     pinned level is taken as a request to save memory. "never" replaces "once_per_step" where there
     is one microbatch and parameters are gathered in float32: it then takes as much memory.
     """
-    again = pins.reshard_after_forward or "always"
-    usual = again, pins.accumulation or "whole"
+    reshard = pins.reshard_after_forward or "always"
+    usual = reshard, pins.accumulation or "whole"
     low = PRECISIONS[pins.precision or "fp32"].stream != "float32"
     once = "once_per_step" if microbatches > 1 or low else "never"
     free = problem.shardable and problem.profile.step.has_loss and data > 1
@@ -332,9 +332,9 @@ def _zeros(
             return
         agains = ("always", once) if zero == 3 and pins.zero is None else (usual[0],)
         kinds = ("whole", "shards") if zero > 1 and microbatches > 1 else (usual[1],)
-        for again in (
+        for reshard in (
             agains if pins.reshard_after_forward is None else (pins.reshard_after_forward,)
         ):
             for kind in kinds if pins.accumulation is None else (pins.accumulation,):
-                if (zero, again, kind) != first:
-                    yield zero, again, kind
+                if (zero, reshard, kind) != first:
+                    yield zero, reshard, kind

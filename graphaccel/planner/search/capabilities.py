@@ -23,11 +23,11 @@ def offered(pins: Pins, problem: Problem, batch: int) -> tuple[tuple[str, ...], 
     state = bool(problem.optimizer_bytes) and problem.shardable
     saved = pins.schedule != "zero_bubble"
     # Pins that candidates do not check: they are not compatible with offloaded parameters.
-    again = pins.reshard_after_forward in (None, "always") and not pins.cast_once
+    gathers = pins.reshard_after_forward in (None, "always") and not pins.cast_once
     both = "optimizer", "activations"
     some = (("optimizer",), state), (("activations",), saved), (both, state and saved)
     gone = [read_offload(kinds) for kinds in LEAVING]
-    if not (state and saved and again and _left(replace(pins, spared=gone[0]), problem, batch)):
+    if not (state and saved and gathers and _left(replace(pins, spared=gone[0]), problem, batch)):
         gone = []
     return ((), *(kinds for kinds, possible in some if possible), *gone)
 

@@ -40,7 +40,7 @@ class LeastMoved:
         def least(moved: Any, phase: np.ndarray) -> np.ndarray:  # lower bound of `exposed_seconds`
             return np.maximum(self.slows * moved, moved - self.beside * phase)
 
-        always, never = (of.again == RESHARDS.index(again) for again in ("always", "never"))
+        always, never = (of.reshard == RESHARDS.index(reshard) for reshard in ("always", "never"))
         shards = (of.zero >= 2) & of.shards
         gather = np.where(never, self.gather, self.low)
         gathering = np.where(always | never, of.microbatches, 1)
@@ -51,8 +51,8 @@ class LeastMoved:
             return before + least(self.reduce + more, backward)
 
         reduces = backwards(0.0)
-        again = backwards(gather) + (gathering - summing) * least(gather, backward)
-        third = gathering * least(gather, forward) + np.where(always, again, reduces)
+        behind_backward = backwards(gather) + (gathering - summing) * least(gather, backward)
+        third = gathering * least(gather, forward) + np.where(always, behind_backward, reduces)
         return np.where(of.zero == 3, third, reduces + np.where(of.zero == 0, 0.0, self.gather))
 
 

@@ -59,7 +59,7 @@ def solve_whole(
                     outcome.whole = False
                     break
                 tried += 1
-                one = plan.doing_again(blocks)
+                one = plan.with_recomputed(blocks)
                 if limit == math.inf and not problem.fits(one):
                     continue  # most do not, where nothing has fitted so far
                 one = problem.predicted(one, simulated=True)

@@ -15,7 +15,7 @@ import numpy as np
 
 from graphaccel.planner.cluster.communication import send_seconds
 from graphaccel.planner.plan.axis_orders import orders
-from graphaccel.planner.search.bounds import Bounds, Columns, again_curve, over_parameters
+from graphaccel.planner.search.bounds import Bounds, Columns, over_parameters, recompute_curve
 
 _CROWDED = 1.5
 
@@ -37,7 +37,7 @@ def guess(bounds: Bounds, of: Columns, least: np.ndarray) -> tuple[np.ndarray, n
     waiting = in_flight(of) / of.pipeline / extra
     room = cluster.tensor_budget - held / of.pipeline - sums.passing / extra
     kept, lean = sums.kept * waiting, sums.lean * waiting
-    shares, costs = bounds.alike(again_curve, known, int(of.small.min()))
+    shares, costs = bounds.alike(recompute_curve, known, int(of.small.min()))
     forward = (sums.work - sums.backward) / extra / of.pipeline
     if "activations" in bounds.offload:
         kept = lean = np.zeros_like(room)  # the part of them that stays on the device is small
@@ -47,8 +47,8 @@ def guess(bounds: Bounds, of: Columns, least: np.ndarray) -> tuple[np.ndarray, n
         ways = zip(costs.tolist(), left, strict=True)
         slower = reduce(np.minimum, (forward * cost + _copied(up, forward) for cost, up in ways))
     else:
-        again = np.clip((kept - room) / np.maximum(kept - lean, 1.0), 0.0, 1.0)
-        slower = forward * np.interp(again, shares, costs)
+        recomputed = np.clip((kept - room) / np.maximum(kept - lean, 1.0), 0.0, 1.0)
+        slower = forward * np.interp(recomputed, shares, costs)
     stages = of.pipeline * of.interleave
     size = sums.crossing / layout.context * known.context
     sends = _sends(bounds, of, size)

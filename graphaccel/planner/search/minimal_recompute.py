@@ -54,7 +54,7 @@ def needed(
         return {name: every[name] for name in names if name in every}
 
     def missing(chosen: Sequence[Choice]) -> list[int]:
-        given = plan.doing_again(together(chosen)), cluster, optimizer_bytes, stepping
+        given = plan.with_recomputed(together(chosen)), cluster, optimizer_bytes, stepping
         return [m.tensors - cluster.tensor_budget for m in predict_memory(profile, *given)]
 
     spare = _SPARE * cluster.tensor_budget
@@ -165,5 +165,5 @@ def _ranks(
 
 def _saved_by_stage(profile: Profile, sized: SizedProfile, ends: np.ndarray) -> np.ndarray:
     """Bytes that each stage saves of a microbatch without recomputation."""
-    kept, at, *_ = profile.saved(profile.none_again)
+    kept, at, *_ = profile.saved(profile.no_recomputation)
     return np.bincount(np.searchsorted(ends - 1, at), sized.bytes[kept], minlength=len(ends))

@@ -67,8 +67,8 @@ def least_saved(profile: Profile, sized: SizedProfile) -> int:
         if way is not None
         for block in kind.blocks
     }
-    several = (profile.none_again, profile.all_again, profile.saving(leanest))
-    return min(int(sized.saved(again)[0].sum()) for again in several)
+    several = (profile.no_recomputation, profile.full_recomputation, profile.saving(leanest))
+    return min(int(sized.saved(recomputation)[0].sum()) for recomputation in several)
 
 
 class Knapsack:

@@ -251,9 +251,9 @@ def _proved(
         outcome.missed(exact, problem.cluster)
         if wrong_alike:
             corrected = scaled(problem, plan, exact)
-            again = solve_all(corrected, pins, batch)
-            outcome.open = again.open or outcome.open
-            queue = again.fitting
+            corrected_pass = solve_all(corrected, pins, batch)
+            outcome.open = corrected_pass.open or outcome.open
+            queue = corrected_pass.fitting
             if not queue:
                 wrong_alike, queue = False, sorted(outcome.fitting, key=_peak)
     if outcome.closest is None and refused is not None:

@@ -270,7 +270,7 @@ def rank(plan: Plan, pins: Pins) -> tuple[object, ...]:
         plan.microbatches,
         plan.pipeline,
         plan.interleave,
-        len(plan.again),
+        len(plan.recomputed),
         plan.zero,
         plan.shard_size,
         RESHARDS.index(plan.reshard_after_forward),

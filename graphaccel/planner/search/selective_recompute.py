@@ -87,7 +87,9 @@ class Body:
         """The bytes and seconds of saving these positions."""
         own, outer = self.kind.waiting(saved)
         size = int(self.own[own].sum() + self.outer[outer].sum())
-        return Way(saved, self.kept - size, float(self.seconds[self.kind.done_again(saved)].sum()))
+        return Way(
+            saved, self.kept - size, float(self.seconds[self.kind.recomputed_rows(saved)].sum())
+        )
 
     def leanest(self) -> tuple[int, ...]:
         """The positions that are saved where bytes are all that counts."""
@@ -118,8 +120,8 @@ class Body:
         """(ticks, bytes) of an option; None: nothing is recomputed."""
         if saved is None:
             return 0, self.kept
-        done = zip(self.ticks, self.kind.done_again(saved).tolist(), strict=True)
-        return sum(t for t, again in done if again), self.kept - self.way(saved).less
+        done = zip(self.ticks, self.kind.recomputed_rows(saved).tolist(), strict=True)
+        return sum(t for t, recomputed in done if recomputed), self.kept - self.way(saved).less
 
     def cut(self, a_byte: int, a_tick: int) -> tuple[int, ...]:
         """The positions whose values are saved at these prices of a byte and a tick."""

@@ -300,7 +300,7 @@ def _cuts(problem: Problem, plan: Plan) -> Iterator[tuple[str, ...]]:
         ("fitting", stages, *seconds, pinned, limit),
         lambda: choose_cuts(
             profile, sized, stages, *seconds,
-            saved=sized.saved(profile.all_again)[0], limit=limit, pinned=pinned,
+            saved=sized.saved(profile.full_recomputation)[0], limit=limit, pinned=pinned,
         ),
     )  # fmt: skip
     if fitting not in (None, even):
@@ -345,7 +345,7 @@ def _with_blocks(problem: Problem, plan: Plan, recompute: str | Sequence[str]) -
         chosen = needed(*given, _selective(problem, plan), 1)
     else:
         chosen = dict.fromkeys(recompute, ())
-    found = problem.predicted(plan.doing_again(chosen), simulated=False)
+    found = problem.predicted(plan.with_recomputed(chosen), simulated=False)
     if recompute == "some" and excess(found, problem.cluster) > 0:  # recomputed values take memory
         less = _with_blocks(problem, plan, "selective")
         return min(found, less, key=lambda one: excess(one, problem.cluster))

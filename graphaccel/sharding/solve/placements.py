@@ -263,15 +263,17 @@ class PlacementProblem:
         key = self._moved(value), late, id(made), id(kept), id(needs)
         if key not in self._costs:
             direct = self._conversions(value, made, needs) * late
-            again = np.array([[self._again(value, k, n) for n in needs] for k in kept])
-            costs = np.minimum(direct[:, None, :], again[None, :, :])
+            second = np.array([[self._convert_second(value, k, n) for n in needs] for k in kept])
+            costs = np.minimum(direct[:, None, :], second[None, :, :])
             self._costs[key] = self._kept_alive(costs, made, kept, needs)
         costs = self._costs[key]
         if third < 0:
             return Table((variables[value[0]], variables[value]), costs[:, :, 0])
         return Table((variables[value[0]], variables[value], third), costs)
 
-    def _again(self, value: Value, kept: Placement | None, need: Placement | None) -> float:
+    def _convert_second(
+        self, value: Value, kept: Placement | None, need: Placement | None
+    ) -> float:
         """Seconds to convert a second placement to the one needed. Rows on the ranks of their
         experts serve only readers of that placement: all else is converted from the first
         placement."""

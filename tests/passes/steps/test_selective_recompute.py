@@ -102,7 +102,7 @@ def test_memory_is_that_of_the_programs(
     for number in range(max(map(len, options))):
         chosen = {own[min(number, len(own) - 1)] for own in options}
         saved = {o.name: o.saved for o in sorted(chosen, key=lambda o: o.block)}
-        tried = problem.predicted(plan.doing_again(saved), simulated=False)
+        tried = problem.predicted(plan.with_recomputed(saved), simulated=False)
         exact, _ = compiler.refine(captured(name), tried, as_batch(batch), captured(name).sizes)
         assert tried.prediction is not None
         assert exact.prediction is not None
@@ -118,11 +118,11 @@ def test_what_is_done_again_is_what_is_said(name: str, captured: Captured, made_
     options = block_options(profile, profile.sized(2, made_up(1).device))
     for number in range(max(map(len, options))):
         saved = {own[0].name: own[min(number, len(own) - 1)].saved for own in options if own}
-        plan = Plan(1, batch=step.batch_size).doing_again(saved)
+        plan = Plan(1, batch=step.batch_size).with_recomputed(saved)
         graph = recompute(exact_microbatch(step, plan).graph, plan, step.positions)
         made = [n for n in graph.graph.nodes if n.meta.get("made_by") == "recompute"]
         calls = sorted(n.meta["origin"] for n in made if not is_view(n))
-        rows = profile.again(plan).rows
+        rows = profile.recomputation(plan).rows
         told = sorted(profile.names[at] for at in profile.node_position[rows].tolist())
         flags = zip(profile.nodes, profile.node_released, strict=True)
         released = {n.meta["origin"] for n, gone in flags if gone}
@@ -171,8 +171,8 @@ def test_a_plan_says_what_is_saved() -> None:
     assert Plan.from_json(plan.to_json()) == plan
     assert plan.name.endswith("recompute 1 blocks, 2 selectively")
     assert replace(plan, recompute=()).name.endswith("recompute 2 blocks selectively")
-    assert plan.again == {"h.2": (), "h.0": own.saved, "h.1": own.saved}
-    assert Plan(1).doing_again(plan.again) == plan
+    assert plan.recomputed == {"h.2": (), "h.0": own.saved, "h.1": own.saved}
+    assert Plan(1).with_recomputed(plan.recomputed) == plan
     old = json.loads(Plan(1, recompute=("h.2",)).to_json())
     del old["selective"]
     assert Plan.from_json(json.dumps(old)).selective == ()
@@ -204,7 +204,7 @@ def test_little_memory_is_met_by_saving_some_values(captured: Captured, made_up:
     some = with_cuts_and_blocks(tight, plan, "some", None)
     assert some.selective
     whole = [
-        tight.predicted(plan.doing_again(dict.fromkeys(blocks, ())), simulated=False)
+        tight.predicted(plan.with_recomputed(dict.fromkeys(blocks, ())), simulated=False)
         for size in range(5)
         for blocks in combinations(problem.profile.block_names, size)
     ]

@@ -20,7 +20,7 @@ from graphaccel.planner.plan.pins import Pins
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.profile.axis_collectives import wires_of
 from graphaccel.planner.profile.profile import Profile
-from graphaccel.planner.search.bounds import Bounds, again_curve, columns, least_idle
+from graphaccel.planner.search.bounds import Bounds, columns, least_idle, recompute_curve
 from graphaccel.planner.search.branch_and_bound import seconds
 from graphaccel.planner.search.candidates import Layout, Shape, meshes_of
 from graphaccel.planner.search.data_axis_bounds import least_moved
@@ -167,7 +167,7 @@ def test_what_waits_at_least_between_two_sizes(wide: StepGraph) -> None:
 def test_the_first_bytes_cost_least_to_do_without(wide: StepGraph) -> None:
     problem = problem_of(wide, cluster("h100-80gb", 8))
     base = base_plan(Pins(), 8, BATCH, wide.fingerprint, "h100", "loss")
-    shares, costs = again_curve(Bounds(problem, base), Layout(), 1)
+    shares, costs = recompute_curve(Bounds(problem, base), Layout(), 1)
     assert (shares[0], costs[0], shares[-1]) == (0, 0, 1)
     assert 0 < costs[-1] <= 1
     slopes = np.diff(costs) / np.diff(shares)

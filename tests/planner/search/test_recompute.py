@@ -133,10 +133,10 @@ def test_random_results_stay_saved(made_up: MadeUp) -> None:
     sized = profile.sized(8, made_up(1).device)
     random = np.flatnonzero(profile.storages.kept & profile.storages.saved)
     assert len(random)
-    kept, _, again, _ = profile.saved(profile.all_again)
+    kept, _, again, _ = profile.saved(profile.full_recomputation)
     assert set(random.tolist()) <= set(kept.tolist())
     assert len(again) > 0  # tanh's result is made again
-    assert sized.saved(profile.all_again)[0].sum() < sized.saved()[0].sum()
+    assert sized.saved(profile.full_recomputation)[0].sum() < sized.saved()[0].sum()
 
 
 def test_every_second_block() -> None:

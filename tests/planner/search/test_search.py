@@ -70,7 +70,7 @@ def test_one_device_with_room_does_nothing(find: Search) -> None:
 def test_one_device_without_room_takes_microbatches_or_recomputes(find: Search) -> None:
     roomy = find(1)
     tight = find(1, peak(roomy) * 8 // 10 >> 10)
-    assert tight.microbatches > 1 or tight.again
+    assert tight.microbatches > 1 or tight.recomputed
     assert peak(tight) <= peak(roomy) * 8 // 10
     assert seconds(tight) > seconds(roomy)
 
@@ -270,7 +270,7 @@ def test_tight_memory_recomputes_no_more_than_needed(find: Search) -> None:
     everything = find(1, microbatches=1, recompute="all")
     between = (peak(keep) + peak(everything)) // 2 >> 10
     some = find(1, between, microbatches=1)
-    assert 0 < len(some.again) <= 4
+    assert 0 < len(some.recomputed) <= 4
     assert len(some.recompute) < 4
     assert peak(some) <= between << 10
     assert seconds(keep) < seconds(some) < seconds(everything)
