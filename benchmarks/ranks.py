@@ -13,7 +13,7 @@ from graphaccel.planner.plan.pins import Pins
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.search.bounds import Bounds, columns
 from graphaccel.planner.search.candidates import Shape, layouts, meshes_of, recomputes
-from graphaccel.planner.search.heuristic import guess
+from graphaccel.planner.search.heuristic import estimate_best
 from graphaccel.planner.search.solve import Problem, excess, with_cuts_and_blocks
 
 
@@ -30,7 +30,7 @@ class Meshes:
             if meshes := list(meshes_of(problem, decided, batch, layout)):
                 bounds.build(layout)
                 of = columns(meshes, batch)
-                times = guess(bounds, of, bounds.seconds(of))[0].tolist()
+                times = estimate_best(bounds, of, bounds.seconds(of))[0].tolist()
                 self._about += zip(times, meshes, strict=True)
 
     def place(self, theirs: Plan) -> dict[str, int]:

@@ -42,7 +42,7 @@ from graphaccel.optimized_model import Handle
 from graphaccel.planner.cluster.catalogue import cluster as named_cluster
 from graphaccel.planner.cluster.catalogue import host_memory
 from graphaccel.planner.cluster.cluster import Cluster
-from graphaccel.planner.cluster.detect import Found, cluster_found
+from graphaccel.planner.cluster.detect import DetectedDevice, detected_cluster
 from graphaccel.planner.plan.pin_types import PinArguments
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.runtime.broadcast import same_on_all_ranks
@@ -287,13 +287,13 @@ def cluster_here(count: int, device: torch.device) -> Cluster:
     if device.type == "cpu":
         return named_cluster("cpu", count)
     properties = torch.cuda.get_device_properties(device)
-    gpu = Found(
+    gpu = DetectedDevice(
         properties.name,
         properties.total_memory,
         properties.multi_processor_count,
         (properties.major, properties.minor),
     )
-    found = cluster_found(gpu, count)
+    found = detected_cluster(gpu, count)
     host = host_memory() // torch.cuda.device_count()
     assert found.host is not None
     return replace(found, host=replace(found.host, memory=host))

@@ -56,7 +56,7 @@ from graphaccel.runtime.parameters.host import HostCopies
 from graphaccel.runtime.parameters.optimizer_step import OptimizerStep
 from graphaccel.runtime.parameters.remote import RemoteTensor
 from graphaccel.runtime.parameters.sharded import local_of
-from graphaccel.runtime.parameters.sharded_optimizer import Twins, check_elementwise
+from graphaccel.runtime.parameters.sharded_optimizer import ShardedOptimizer, check_elementwise
 from graphaccel.runtime.parameters.state import (
     OptimizerState,
     full_state,
@@ -252,7 +252,7 @@ class Handle:
         if optimizer is not None and (session.states or self._host is not None):
             named = dict(self._model.named_parameters(remove_duplicate=False))
             layouts = session.states if self._host is None else session.step_layouts()
-            Twins(optimizer, named, layouts, chosen.bucket_bytes, self._host)
+            ShardedOptimizer(optimizer, named, layouts, chosen.bucket_bytes, self._host)
             sharded = {id(named[n]): layout for n, layout in session.states.items()}
             if sharded:
                 OptimizerState(optimizer, sharded, self._meshes)

@@ -135,7 +135,7 @@ def _joined(run: Run, profile: Profile, plan: Plan) -> list[Joined]:
 
 def _calls(run: Run, profile: Profile, plan: Plan) -> list[_Call]:
     sizes = Sizes({**profile.step.sizes, BATCH: plan.microbatch_size})
-    kinds, first = profile.alike
+    kinds, first = profile.node_kinds
     ahead = profile.node_forward
     again = profile.recomputation(plan).rows & ahead
     forward = np.bincount(kinds[ahead], minlength=len(first)).tolist()
@@ -297,7 +297,7 @@ def _without_others(run: Run, profile: Profile, plan: Plan, where: Cluster) -> P
     """The plan with the time it takes without what theirs has in other kernels, with experts apart,
     and with their casts."""
     sizes = Sizes({**profile.step.sizes, BATCH: plan.microbatch_size})
-    kinds, first = profile.alike
+    kinds, first = profile.node_kinds
     times = np.bincount(kinds, minlength=len(first)).tolist()
     whole = spared = 0.0
     for node, count in zip(first, times, strict=True):

@@ -399,7 +399,7 @@ def _cuts(run: Run, profile: Profile) -> tuple[str, ...] | None:
 def _kept_seconds(profile: Profile, plan: Plan, where: Cluster) -> float:
     """Of a microbatch's forward, what `Run.recompute` "operations" does not make again."""
     sizes = Sizes({**profile.step.sizes, BATCH: plan.microbatch_size})
-    kinds, first = profile.alike
+    kinds, first = profile.node_kinds
     works = [node_work(node, sizes) for node in first]
     blocks, total = profile.block_at[profile.node_position], 0.0
     for number in range(len(profile.block_names)):

@@ -37,7 +37,7 @@ def segments(profile: Profile, sizes: Sizes, run: Run) -> tuple[Segment, ...]:
     how often) of a block's forward or backward, and of what lies between blocks. A block that is
     split over devices was traced as one with fewer heads and a narrower inside: what ours has
     beside that (a share of a bias before a sum, copies of what is sent) is left out."""
-    kinds, first = profile.alike
+    kinds, first = profile.node_kinds
     works = [NOTHING if n.target in KINDS else node_work(n, sizes) for n in first]
     put_in = [_put_in(node) for node in first]
     words = run.vocabulary // run.tensor

@@ -137,7 +137,7 @@ def _numbered(graph: fx.GraphModule, numbers: dict[Any, int]) -> dict[fx.Node, i
     found: dict[fx.Node, int] = {}
     terms: dict[int, tuple[int, ...]] = {}
 
-    def told(value: Any) -> Any:
+    def key_of(value: Any) -> Any:
         if isinstance(value, fx.Node):
             return "node", found[value]
         return "dtype" if isinstance(value, torch.dtype) else value
@@ -153,7 +153,7 @@ def _numbered(graph: fx.GraphModule, numbers: dict[Any, int]) -> dict[fx.Node, i
             added = [t for a in node.args for t in terms.get(found[a], (found[a],))]
             call: Any = tuple(sorted(added))
         else:
-            call = map_aggregate((node.args, dict(node.kwargs)), told)
+            call = map_aggregate((node.args, dict(node.kwargs)), key_of)
         said = node.op, target, repr(call), _shapes(node.meta.get("val"))
         found[node] = numbers.setdefault(said, len(numbers))
         if plain:

@@ -65,7 +65,7 @@ class _Known:
 
 
 @dataclass(frozen=True)
-class _Made:
+class _Result:
     """A tensor that a call returns: new, or a view of tensor argument number `of`, or that argument
     itself."""
 
@@ -151,7 +151,7 @@ class Tracing(BareDispatchMode):
         whole: do not decompose the op. Raises NotTraced.
         """
         given: list[_Known] = []
-        key = func, self._told(args, given), self._told(tuple(kwargs.items()), given)
+        key = func, self._key(args, given), self._key(tuple(kwargs.items()), given)
         if key not in self._answers:
             self._answers[key] = self._ask(func, args, kwargs, given, whole)
         made = self._answers[key]
@@ -165,14 +165,14 @@ class Tracing(BareDispatchMode):
         )
         return self._give(made, node, given)
 
-    def _told(self, value: Any, given: list[_Known]) -> Hashable:
+    def _key(self, value: Any, given: list[_Known]) -> Hashable:
         """A key of an argument; 1, 1.0 and True differ. Its tensors are appended to `given`."""
         if isinstance(value, torch.Tensor):
             known = self.known(value)
             given.append(known)
             return known.kind
         if isinstance(value, (tuple, list)):
-            return type(value), *(self._told(v, given) for v in value)
+            return type(value), *(self._key(v, given) for v in value)
         if isinstance(value, PLAIN):
             return type(value), value
         raise NotTraced(f"an argument that is a {type(value).__name__}")
@@ -195,7 +195,7 @@ class Tracing(BareDispatchMode):
                 raise NotTraced(f"{func} writes")
             if _kind(result) != first.kind:
                 raise NotTraced(f"{func} lays a tensor otherwise")
-            return _Made(first.kind, 0, itself=True)
+            return _Result(first.kind, 0, itself=True)
         return self._learn(result, [storage_key(known.tensor) for known in given], given)
 
     def _learn(self, value: Any, storages: list[int], given: list[_Known]) -> Any:
@@ -215,23 +215,23 @@ class Tracing(BareDispatchMode):
             storages.append(storage)
             if kind.offset or kind.bytes != _bytes(kind):
                 raise NotTraced("a result that is a part of a tensor")
-            return _Made(kind, None)
+            return _Result(kind, None)
         (of,) = owners.values()
         if given[of].kind.dtype != kind.dtype:
             raise NotTraced("a view in another dtype")
-        return _Made(kind, of)
+        return _Result(kind, of)
 
     def _give(self, made: Any, node: fx.Node, given: list[_Known]) -> Any:
         """New tensors for a call's node, as the call returns them; of several each has a node."""
         said = fx_traceback.current_meta
         node.meta.update((k, said[k]) for k in _KEPT if said.get(k) is not None)
-        if not isinstance(made, _Made):
+        if not isinstance(made, _Result):
             found = []
             for number, one in enumerate(made):
                 call = self.graph.create_node(
                     "call_function", getitem, (node, number), {}, "getitem"
                 )
-                made_here = isinstance(one, (_Made, tuple, list))
+                made_here = isinstance(one, (_Result, tuple, list))
                 found.append(self._give(one, call, given) if made_here else one)
             node.meta["val"] = type(made)(self._shown(item) for item in found)
             return type(made)(found)

@@ -15,27 +15,27 @@ _STEP = re.compile(r"step-[0-9]{8,}(\.[0-9]+)?")
 
 
 @dataclass(frozen=True)
-class Found:
+class CompleteCheckpoint:
     """A complete checkpoint."""
 
     folder: Path
     manifest: Manifest
 
 
-def complete(root: Path) -> list[Found]:
+def complete(root: Path) -> list[CompleteCheckpoint]:
     """The complete checkpoints of a folder, the newest last. One whose manifest cannot be read is
     left out: `newest` raises for it."""
     found = []
     for folder in _folders(root):
         if (folder / NAME).exists():
             try:
-                found.append(Found(folder, read_manifest(folder)))
+                found.append(CompleteCheckpoint(folder, read_manifest(folder)))
             except CheckpointDamaged:
                 continue
     return sorted(found, key=lambda f: f.manifest.number)
 
 
-def newest(root: Path) -> Found | None:
+def newest(root: Path) -> CompleteCheckpoint | None:
     """The newest complete checkpoint of a folder, None where there is none.
 
     Raises CheckpointDamaged (GA413) where a manifest cannot be read: it may be the newest.

@@ -21,7 +21,7 @@ from graphaccel.checkpoint.contents import (
     state_name,
     target,
 )
-from graphaccel.checkpoint.folders import Found, complete, newest
+from graphaccel.checkpoint.folders import CompleteCheckpoint, complete, newest
 from graphaccel.checkpoint.manifest import NAME, check_files, read_manifest
 from graphaccel.checkpoint.random_state import set_random_states
 from graphaccel.checkpoint.save import contents_of, folder_of
@@ -119,7 +119,7 @@ def _chosen(path: Path) -> Path | None:
     return None if found is None else found.folder
 
 
-def _here(folder: Path, root: Path) -> Found:
+def _here(folder: Path, root: Path) -> CompleteCheckpoint:
     """The checkpoint as this rank sees it, its files checked."""
     manifest = read_manifest(folder)
     problems = check_files(folder, manifest)
@@ -138,10 +138,10 @@ def _here(folder: Path, root: Path) -> Found:
         older = [f for f in complete(root) if f.manifest.number < manifest.number]
         before = str(older[-1].folder) if older else ""
         raise CheckpointDamaged(path=str(folder), problems=problems, before=before)
-    return Found(folder, manifest)
+    return CompleteCheckpoint(folder, manifest)
 
 
-def _restore(found: Found, contents: Contents, together: Together) -> dict[str, Any]:
+def _restore(found: CompleteCheckpoint, contents: Contents, together: Together) -> dict[str, Any]:
     """Load everything of one checkpoint; returns the plain values. Collective."""
     fail = _failed(found.folder)
 
@@ -168,14 +168,14 @@ def _restore(found: Found, contents: Contents, together: Together) -> dict[str, 
     return dict(state["more"])
 
 
-def _check_state(found: Found, state: Any) -> None:
+def _check_state(found: CompleteCheckpoint, state: Any) -> None:
     expected = ("groups", "values", "extra", "objects", "more")
     if not isinstance(state, dict) or not all(isinstance(state.get(k), dict) for k in expected):
         problem = "it is not the state of a run"
         raise CheckpointDamaged(path=str(found.folder / STATE), problems=(problem,))
 
 
-def _check_fits(found: Found, contents: Contents, state: Mapping[str, Any]) -> None:
+def _check_fits(found: CompleteCheckpoint, contents: Contents, state: Mapping[str, Any]) -> None:
     """Raise CheckpointDiffers (GA414) where names or shapes differ."""
     saved = found.manifest.shapes
     wanted = {name: (t.dtype, t.shape) for name, t in contents.weights().items()}
@@ -222,7 +222,7 @@ def _other_groups(name: str, here: list[list[str]], groups: Any) -> list[str]:
 
 
 def _targets(
-    found: Found, contents: Contents
+    found: CompleteCheckpoint, contents: Contents
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, dict[str, Tensor]]]]:
     """Memory of this rank to read into, by the name in the checkpoint; that of optimizer state also
     by the names of optimizer, parameter and value."""

@@ -86,7 +86,7 @@ def plan_command(args: argparse.Namespace) -> int:
         if incumbent is None:
             raise
         plan = incumbent
-    found = _Found(args, job, where, compiler, record, plan, program)
+    found = _PlannedJob(args, job, where, compiler, record, plan, program)
     if args.export is not None:
         found = _sayable(found, args.export, pins)
         plan, program = found.plan, found.program
@@ -102,7 +102,7 @@ def plan_command(args: argparse.Namespace) -> int:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _PlannedJob:
     """A plan, and what it was found with. where: the cluster with its own rates, before correction
     by measured steps. program: None where the search was interrupted."""
 
@@ -139,7 +139,7 @@ class _Found:
             program=self.program,
         )
 
-    def with_pins(self, pins: Mapping[str, object]) -> _Found | None:
+    def with_pins(self, pins: Mapping[str, object]) -> _PlannedJob | None:
         """Plan again with these pins; None where there is no such plan."""
         compiler, record = self.compiler.with_pins(pins), Record(watch=Progress())
         try:
@@ -234,7 +234,7 @@ class _Found:
             yield "--measure", None if ended else self.measured
 
 
-def _sayable(found: _Found, target: str, pins: Mapping[str, object]) -> _Found:
+def _sayable(found: _PlannedJob, target: str, pins: Mapping[str, object]) -> _PlannedJob:
     """The plan, or one that `target` can express: for a decision that it cannot, plan again with
     each value that it can, and take the fastest, until all can be expressed. Nothing in `pins` is
     changed; a plan with a decision that cannot be replaced stays as it is, to be refused."""
@@ -260,7 +260,7 @@ def _sayable(found: _Found, target: str, pins: Mapping[str, object]) -> _Found:
     return best
 
 
-def _with_extras(found: _Found) -> tuple[Facts, BaseException | None]:
+def _with_extras(found: _PlannedJob) -> tuple[Facts, BaseException | None]:
     """All facts that the requested outputs need, and what stopped them from being complete: the
     plan that was found is shown in any case."""
     facts, left = found.facts(), []
@@ -301,7 +301,7 @@ def _save(args: argparse.Namespace, plan: Plan) -> list[str]:
     return [f"{args.json}: {use}"]
 
 
-def _write(found: _Found, facts: Facts) -> Iterator[str]:
+def _write(found: _PlannedJob, facts: Facts) -> Iterator[str]:
     """Write the other files that were asked for, with a line for each."""
     args = found.args
     if args.save_cluster is not None:

@@ -31,7 +31,7 @@ from graphaccel.passes.microbatch.exact_microbatch import mixes_examples, split_
 from graphaccel.passes.pipeline import placed_fusions, prepared
 from graphaccel.passes.place_ort import Tools
 from graphaccel.planner.cluster.cluster import Cluster, cluster_name
-from graphaccel.planner.estimate.optimizer_memory import NOTHING, Stepping
+from graphaccel.planner.estimate.optimizer_memory import NOTHING, OptimizerMemory
 from graphaccel.planner.memory.exact_memory import UNEVEN, Resident, Sample, rank_curve, rank_memory
 from graphaccel.planner.plan.limits import Limits
 from graphaccel.planner.plan.plan import Plan
@@ -242,7 +242,7 @@ class Compiler:
         names = enabled(self.pins.get("fusions") or "off", self.cluster.device.type)
         return without_tensor_axis(names) if plan.tensor > 1 else names
 
-    def _stepping(self) -> Stepping:
+    def _stepping(self) -> OptimizerMemory:
         """Memory that the optimizer's step allocates; our fused step allocates none."""
         ours = enabled(self.pins.get("fusions") or "off", self.cluster.device.type)
         return NOTHING if ours else self.model.stepping

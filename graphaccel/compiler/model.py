@@ -16,11 +16,11 @@ from graphaccel.capture.batch_dims import BatchDims
 from graphaccel.capture.export.export import LossFn
 from graphaccel.capture.state.closures import copied, held_by_module, memory_of
 from graphaccel.compat.torch.fakes import FakeTensorMode
-from graphaccel.compiler.probe_optimizer import stepping_of, tried_step
+from graphaccel.compiler.probe_optimizer import optimizer_memory_of, tried_step
 from graphaccel.errors import Unsupported
 from graphaccel.guards.places import STRUCTURE
 from graphaccel.ir.program import Sharded, StepProgram
-from graphaccel.planner.estimate.optimizer_memory import NOTHING, Stepping, step_bytes
+from graphaccel.planner.estimate.optimizer_memory import NOTHING, OptimizerMemory, step_bytes
 from graphaccel.planner.memory.exact_memory import Resident
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.plan.zero import local_shape
@@ -38,7 +38,7 @@ class Model:
     loss_fn: LossFn | None
     optimizer_bytes: float
     shardable: bool = True
-    stepping: Stepping = NOTHING
+    stepping: OptimizerMemory = NOTHING
     batch_dims: BatchDims = None
 
     def resident(self, batch: Batch, plan: Plan, program: StepProgram) -> Resident:
@@ -92,7 +92,7 @@ def model_of(
     batch_dims: BatchDims = None,
 ) -> Model:
     """The model for devices of a type ("cpu" or "cuda"), with what its optimizer needs."""
-    state, made = optimizer_bytes(optimizer), stepping_of(optimizer, device_type)
+    state, made = optimizer_bytes(optimizer), optimizer_memory_of(optimizer, device_type)
     return Model(module, loss_fn, state, shardable, made, batch_dims)
 
 

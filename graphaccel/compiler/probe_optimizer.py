@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphaccel.planner.estimate.optimizer_memory import Stepping
+from graphaccel.planner.estimate.optimizer_memory import OptimizerMemory
 from graphaccel.runtime.meter import PeakMeter
 
 Optimizer = torch.optim.Optimizer
 _SIDE = 256
 _SIZE = 4 * _SIDE * _SIDE
 _HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
-_UNKNOWN = Stepping(together=1.0)
+_UNKNOWN = OptimizerMemory(together=1.0)
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Tried:
     """The result. state: bytes of optimizer state for each byte of parameters."""
 
     state: float
-    stepping: Stepping
+    stepping: OptimizerMemory
 
 
 def tried_step(optimizer: Optimizer, device_type: str) -> Tried | None:
@@ -52,7 +52,7 @@ def tried_step(optimizer: Optimizer, device_type: str) -> Tried | None:
             return None
     return Tried(
         max(one.state for one in found),
-        Stepping(
+        OptimizerMemory(
             max(one.stepping.together for one in found),
             max(one.stepping.each for one in found),
             max(one.stepping.before for one in found),
@@ -60,11 +60,11 @@ def tried_step(optimizer: Optimizer, device_type: str) -> Tried | None:
     )
 
 
-def stepping_of(optimizer: Optimizer | None, device_type: str) -> Stepping:
+def optimizer_memory_of(optimizer: Optimizer | None, device_type: str) -> OptimizerMemory:
     """Memory that a step allocates beside gradients and state; for an optimizer that cannot be
     tried, one copy of all that it steps."""
     if optimizer is None:
-        return Stepping()
+        return OptimizerMemory()
     found = tried_step(optimizer, device_type)
     return _UNKNOWN if found is None else found.stepping
 
@@ -75,7 +75,7 @@ def _of_group(optimizer: Optimizer, settings: dict[str, Any]) -> Tried:
     each = max(0.0, one[1] / _SIZE - together)
     before = max(0.0, four[1] / _SIZE - 4 * together - each)
     state = (four[0] - two[0]) / (2 * _SIZE)
-    return Tried(round(state, 3), Stepping(*(round(n, 2) for n in (together, each, before))))
+    return Tried(round(state, 3), OptimizerMemory(*(round(n, 2) for n in (together, each, before))))
 
 
 def _step(optimizer: Optimizer, settings: dict[str, Any], count: int) -> tuple[int, int]:

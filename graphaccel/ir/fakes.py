@@ -42,9 +42,9 @@ class Fakes:
 
     def call(self, target: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """The result of `target`. Nodes among the arguments are replaced by their values."""
-        key = target, *map(self._told, args)
+        key = target, *map(self._key, args)
         if kwargs:
-            key += tuple((name, self._told(value)) for name, value in kwargs.items())
+            key += tuple((name, self._key(value)) for name, value in kwargs.items())
         try:
             return self._given[key]
         except KeyError:
@@ -60,7 +60,7 @@ class Fakes:
         """Like `ir.values.fake_like`: a contiguous tensor of another shape."""
         if tuple(value.shape) == tuple(shape):
             return self._liked(value)
-        kind = self._told(value), tuple(shape)
+        kind = self._key(value), tuple(shape)
         if kind not in self._shaped:
             with self.mode:
                 made = torch.empty(kind[1], dtype=value.dtype, device=value.device)
@@ -105,7 +105,7 @@ class Fakes:
             self._shadows[id(like)] = like, made
         return self._shadows[id(like)][1]
 
-    def _told(self, value: Any) -> Hashable:
+    def _key(self, value: Any) -> Hashable:
         """A hashable key of an argument: tensors by their representative; 1, 1.0 and True
         differ."""
         kind = type(value)
@@ -118,7 +118,7 @@ class Fakes:
             known = self._seen.get(id(value))
             return id(self._one(value) if known is None else known[1])
         if isinstance(value, (tuple, list)):
-            return tuple(map(self._told, value))
+            return tuple(map(self._key, value))
         return (kind if isinstance(value, PLAIN) else id(kind)), value
 
     def _liked(self, value: Any) -> Any:

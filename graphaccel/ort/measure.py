@@ -22,7 +22,7 @@ from graphaccel.ort.translate import RegionModel
 # the same region.
 MARGIN = 0.9
 # A step has to gain this much to be worth another program.
-_TOLD = 0.99
+_WORTH_A_PROGRAM = 0.99
 _LEAST_SECONDS = 0.02
 _ROUNDS = 7
 
@@ -145,7 +145,7 @@ def in_step(
     calls: how often each region runs in a step. without, with_regions: seconds of the step, each on
     memory of its own: the same program on other memory was measured to differ by 7 %.
     """
-    if max(with_regions) > _TOLD * min(without):
+    if max(with_regions) > _WORTH_A_PROGRAM * min(without):
         return [replace(c, ort=max(c.ort, c.torch)) if c.key in calls else c for c in costs]
     promised = sum(calls.get(c.key, 0) * (c.torch - c.ort) for c in costs)
     lost = promised - (statistics.median(without) - statistics.median(with_regions))

@@ -50,7 +50,7 @@ class Opened:
 
 
 @dataclass
-class _Alike:
+class _ForBatchSizes:
     """Models of one part for different batch sizes. session: of all but the first."""
 
     models: list[Sized]
@@ -68,7 +68,7 @@ class Sessions:
     def __init__(self, threads: int | None = None) -> None:
         self.threads = threads
         self._exact: dict[tuple[str, str], Any] = {}
-        self._alike: dict[tuple[str, str], _Alike] = {}
+        self._alike: dict[tuple[str, str], _ForBatchSizes] = {}
         self._first: dict[tuple[str, str, str], tuple[str, str]] = {}
 
     def __len__(self) -> int:
@@ -82,7 +82,7 @@ class Sessions:
             return Opened(self._exact[key])
         if first == key or first not in self._alike:
             self._exact[key] = self._made(model.content, model, device)
-            self._alike[key] = _Alike([sized])
+            self._alike[key] = _ForBatchSizes([sized])
             return Opened(self._exact[key])
         alike = self._alike[first]
         if alike.merged is None or not alike.merged.fits(sized):

@@ -141,25 +141,25 @@ def _attribute(graph: fx.GraphModule, name: str, device: torch.device) -> Any:
 
 
 @dataclass(frozen=True)
-class _Made:
+class _Kept:
     """What is kept of a result. floating: whether its dtype is floating-point."""
 
     kept: Any
     floating: bool
 
 
-def _result(value: Any, keep: Keep | None) -> _Made | None:
+def _result(value: Any, keep: Keep | None) -> _Kept | None:
     if not isinstance(value, Tensor):
         return None
     dense = value if value.layout == torch.strided else value.to_dense()
-    return _Made(dense if keep is None else keep(dense), dense.is_floating_point())
+    return _Kept(dense if keep is None else keep(dense), dense.is_floating_point())
 
 
 def _sorted(step: StepGraph, output: Sequence[Any]) -> Results:
     by_kind: dict[str, dict[Any, Any]] = {}
     for spec, value in zip(step.outputs, output, strict=True):
         key = spec.leaf if spec.kind in ("output", "input_gradient") else spec.name
-        if isinstance(value, _Made) and (value.floating or spec.kind != "output"):
+        if isinstance(value, _Kept) and (value.floating or spec.kind != "output"):
             by_kind.setdefault(spec.kind, {})[key] = value.kept
     losses = by_kind.get("loss", {})
     return Results(

@@ -20,7 +20,7 @@ from graphaccel.ir.replication.unfold import distinct_nodes, input_nodes
 from graphaccel.planner.cluster.cluster import Cluster
 from graphaccel.planner.estimate.estimate import timeline
 from graphaccel.planner.estimate.estimated_memory import predict_memory
-from graphaccel.planner.estimate.stage_costs import held_parameters, sized_for, stage_works
+from graphaccel.planner.estimate.stage_costs import held_parameters, sized_for, stage_costs
 from graphaccel.planner.estimate.stage_messages import message_bytes
 from graphaccel.planner.estimate.traffic import Traffic, traffic
 from graphaccel.planner.explain.answers import Answer, Explanation
@@ -345,7 +345,7 @@ def _count(profile: Profile, step: StepGraph) -> int:
 def _stages(
     plan: Plan, profile: Profile, sized: SizedProfile, cluster: Cluster
 ) -> tuple[StageFacts, ...]:
-    works = stage_works(profile, sized, plan, cluster.device.launch_seconds)
+    works = stage_costs(profile, sized, plan, cluster.device.launch_seconds)
     spans = stage_positions(profile, plan.cuts)
     inside = [_blocks(profile, span) for span in spans]
     sent = message_bytes(profile, sized, plan)

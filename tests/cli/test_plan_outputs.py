@@ -381,7 +381,7 @@ def test_ctrl_c_while_it_is_planned_for_another_system(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("graphaccel.cli.plan._Found.with_pins", interrupted)
+    monkeypatch.setattr("graphaccel.cli.plan._PlannedJob.with_pins", interrupted)
     tight = (f"{DEMO}:job", "--devices", "2", "--device", "h100-80gb", "--memory", "1600MiB")
     saved = tmp_path / "plan.json"
     assert plan(*tight, "--export", "megatron", "--json", str(saved)) == 1

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from graphaccel.compiler.model import optimizer_bytes
-from graphaccel.compiler.probe_optimizer import stepping_of, tried_step
-from graphaccel.planner.estimate.optimizer_memory import Stepping, step_bytes
+from graphaccel.compiler.probe_optimizer import optimizer_memory_of, tried_step
+from graphaccel.planner.estimate.optimizer_memory import OptimizerMemory, step_bytes
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.runtime.meter import PeakMeter
 
@@ -49,20 +49,20 @@ def test_it_is_what_a_step_takes(name: str) -> None:
 
 def test_on_cuda_torch_takes_foreach() -> None:
     params = [nn.Parameter(torch.ones(4))]
-    assert stepping_of(optim.AdamW(params), "cuda") == Stepping(together=1.0)
-    assert stepping_of(optim.AdamW(params, fused=True), "cuda") == Stepping()
-    assert stepping_of(None, "cuda") == Stepping()
+    assert optimizer_memory_of(optim.AdamW(params), "cuda") == OptimizerMemory(together=1.0)
+    assert optimizer_memory_of(optim.AdamW(params, fused=True), "cuda") == OptimizerMemory()
+    assert optimizer_memory_of(None, "cuda") == OptimizerMemory()
 
 
 def test_what_can_not_be_tried_is_taken_to_make_a_copy() -> None:
     params = [nn.Parameter(torch.ones(4))]
     assert tried_step(optim.LBFGS(params), "cpu") is None
-    assert stepping_of(optim.LBFGS(params), "cpu") == Stepping(together=1.0)
+    assert optimizer_memory_of(optim.LBFGS(params), "cpu") == OptimizerMemory(together=1.0)
 
 
 def test_zero_1_and_2_gather_two_buckets_after_it() -> None:
     plan = Plan(2, data=2, zero=1, bucket_bytes=100)
-    made, sizes = Stepping(together=1.0), [40, 50, 20, 90, 10]  # buckets of 90, 20, 100
+    made, sizes = OptimizerMemory(together=1.0), [40, 50, 20, 90, 10]  # buckets of 90, 20, 100
     assert step_bytes(plan, made, 105, [], sizes, fused=False) == 120
     assert step_bytes(plan, made, 300, [], sizes, fused=False) == 300
     assert step_bytes(plan, made, 300, [], sizes, fused=True) == 120

@@ -152,7 +152,7 @@ def test_a_graph_with_casts_has_the_sizes_it_had(
     """As differentiating the other captures says too, which is then left out."""
     step = replace(captured(name), derived={})
     plan = Plan(1, precision=PRECISIONS[compute])
-    taken, told_of = [], []
+    taken, shape_bounds = [], []
     for use in (True, False):
 
         def take(*graphs: fx.GraphModule, use: bool = use) -> bool:
@@ -162,9 +162,9 @@ def test_a_graph_with_casts_has_the_sizes_it_had(
         monkeypatch.setattr(stepgraph, "take_sizes", take)
         made = lower_precision(step, plan)
         nodes = made.graph.graph.nodes
-        told_of.append([(n.name, n.meta.get("dims"), n.meta.get("sizes")) for n in nodes])
+        shape_bounds.append([(n.name, n.meta.get("dims"), n.meta.get("sizes")) for n in nodes])
     assert taken == [True, False]
-    assert told_of[0] == told_of[1]
+    assert shape_bounds[0] == shape_bounds[1]
 
 
 def test_another_graph_has_other_sizes(captured: Captured) -> None:

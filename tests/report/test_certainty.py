@@ -15,7 +15,7 @@ import pytest
 
 from graphaccel.planner.cluster.catalogue import cluster
 from graphaccel.planner.cluster.cluster import Cluster, OpTime, StepTime
-from graphaccel.planner.cluster.detect import Found, cluster_found
+from graphaccel.planner.cluster.detect import DetectedDevice, detected_cluster
 from graphaccel.planner.plan.base_plan import PRECISIONS
 from graphaccel.planner.plan.plan import Precision
 from graphaccel.report.certainty import (
@@ -56,7 +56,7 @@ def test_where_rates_are_from() -> None:
     other = replace(known, device=replace(known.device, memory_bandwidth=1e12))
     given = Calibration(0, "figures given for the cluster, not measured here")
     assert calibration_of(other) == given
-    found = cluster_found(Found("NVIDIA H100 PCIe", 80 * GIB, 114, (9, 0)), 2)
+    found = detected_cluster(DetectedDevice("NVIDIA H100 PCIe", 80 * GIB, 114, (9, 0)), 2)
     assert calibration_of(found) == Calibration(
         0, "rates of h100-80gb by the processors of NVIDIA H100 PCIe"
     )

@@ -77,11 +77,11 @@ class Weights:
                     found.setdefault(name, ".".join(held.path))
         return found
 
-    def described(self, tensor: torch.Tensor) -> Found:
+    def described(self, tensor: torch.Tensor) -> WeightSource:
         """The name of a tensor that `check` refuses, and how to register it."""
         for held in held_by_module(self._model):
             if held.value is tensor:
-                return _found(self._model, held)
+                return _source_of(self._model, held)
         for module in self._model.modules():
             for name, value in _globals(module):
                 inner = held_by_module(value) if isinstance(value, nn.Module) else ()
@@ -89,13 +89,13 @@ class Weights:
                 if value is tensor or path is not None:
                     whole = isinstance(value, nn.Module)
                     line = f"self.{name} = {name if whole else f'nn.Parameter({name})'}"
-                    return Found(_ticked((name, *(path or ()))), f"{line}    # in __init__")
+                    return WeightSource(_ticked((name, *(path or ()))), f"{line}    # in __init__")
         shape = list(tensor.shape)
-        return Found(f"a weight of shape {shape}", "self.head = head    # in __init__")
+        return WeightSource(f"a weight of shape {shape}", "self.head = head    # in __init__")
 
 
 @dataclass(frozen=True)
-class Found:
+class WeightSource:
     """name: of a weight, in backticks, or a description. line: code that registers it."""
 
     name: str
@@ -107,7 +107,7 @@ def layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     return memory_of(tensor), tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
 
 
-def _found(model: nn.Module, held: Held) -> Found:
+def _source_of(model: nn.Module, held: Held) -> WeightSource:
     """Where a weight is, and the code that registers it."""
     owner: Any = model
     at = 0
@@ -117,16 +117,16 @@ def _found(model: nn.Module, held: Held) -> Found:
     kept = vars(owner).get(first)
     name = _ticked(held.path)
     if isinstance(kept, torch.Tensor):
-        return Found(name, f"self.{first} = nn.Parameter(self.{first})")
+        return WeightSource(name, f"self.{first} = nn.Parameter(self.{first})")
     if isinstance(kept, (list, tuple)):
         kind = "nn.ParameterList" if isinstance(kept[0], torch.Tensor) else "nn.ModuleList"
-        return Found(name, f"self.{first} = {kind}(self.{first})")
+        return WeightSource(name, f"self.{first} = {kind}(self.{first})")
     if isinstance(kept, Mapping):
         tensors = all(isinstance(v, torch.Tensor) for v in kept.values())
         kind = "nn.ParameterDict" if tensors else "nn.ModuleDict"
-        return Found(name, f"self.{first} = {kind}(self.{first})")
+        return WeightSource(name, f"self.{first} = {kind}(self.{first})")
     inner = held.path[at + 1] if at + 1 < len(held.path) else first
-    return Found(name, f"self.{inner} = {inner}    # in __init__")
+    return WeightSource(name, f"self.{inner} = {inner}    # in __init__")
 
 
 def _ticked(path: Iterable[str]) -> str:

@@ -293,23 +293,25 @@ class _Passes:
 def _states(found: Mapping[str, Place]) -> tuple[Any, ...]:
     """The states of the generators of Python and NumPy, and of those that the forward reads."""
     own = [_state(p.value) for p in found.values()]
-    return random.getstate(), _told(np.random.get_state()), *(s for s in own if s is not None)
+    return random.getstate(), _comparable(np.random.get_state()), *(s for s in own if s is not None)
 
 
 def _state(value: Any) -> Any:
     if isinstance(value, random.Random):
         return value.getstate()
     if isinstance(value, np.random.RandomState):
-        return _told(value.get_state())
-    return _told(value.bit_generator.state) if isinstance(value, np.random.Generator) else None
+        return _comparable(value.get_state())
+    return (
+        _comparable(value.bit_generator.state) if isinstance(value, np.random.Generator) else None
+    )
 
 
-def _told(state: Any) -> Any:
+def _comparable(state: Any) -> Any:
     """A comparable form of a NumPy generator's state."""
     if isinstance(state, dict):
-        return tuple((k, _told(v)) for k, v in state.items())
+        return tuple((k, _comparable(v)) for k, v in state.items())
     if isinstance(state, tuple):
-        return tuple(map(_told, state))
+        return tuple(map(_comparable, state))
     return state.tobytes() if isinstance(state, np.ndarray) else state
 
 
@@ -339,7 +341,7 @@ def _draw(forward: Callable[[], bool], reads: Reads) -> Location | None:
     differs."""
     if reads.draws:
         return reads.draws[0]
-    found = _line_that_changes(lambda: _told(np.random.get_state()), forward)
+    found = _line_that_changes(lambda: _comparable(np.random.get_state()), forward)
     return found or line_of(None)
 
 

@@ -58,7 +58,7 @@ class Around:
             how = JOINED if sharded else SUMMED if place == PARTIAL else SAME
             if node in self.placed.reduced:
                 how = SAME
-            at = lies_in(place) if how == JOINED else (0, 1)
+            at = sharded_dim(place) if how == JOINED else (0, 1)
             if new.op == "placeholder":  # a parameter: the forward may have gathered it
                 new = self._added(aten.clone.default, (new,), node, "for the whole batch")
                 new.meta["phase"] = "forward"
@@ -83,7 +83,7 @@ class Around:
         place = self.placed.slices.get(node)
         if node not in self.placed.head or place is None:
             return new
-        made = self._added(PART, (new, *lies_in(place), self.parts), node, "a part's own")
+        made = self._added(PART, (new, *sharded_dim(place), self.parts), node, "a part's own")
         made.meta |= {"head": False, "phase": "backward"}
         self.own[node] = made
         return made
@@ -95,6 +95,6 @@ class Around:
         return made
 
 
-def lies_in(place: Any) -> tuple[int, int]:
+def sharded_dim(place: Any) -> tuple[int, int]:
     """The dim that a placement shards, and the number of sections before the batch in it."""
     return (place.dim, place.outer) if isinstance(place, Shard) else (place, 1)

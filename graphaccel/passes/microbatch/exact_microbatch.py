@@ -46,7 +46,7 @@ from graphaccel.ir.fakes import Fakes
 from graphaccel.ir.nodes import drop_dead, new_node
 from graphaccel.ir.program import Prologue
 from graphaccel.ir.values import fake_like, propagate, returned
-from graphaccel.passes.microbatch.around_head import Around, lies_in
+from graphaccel.passes.microbatch.around_head import Around, sharded_dim
 from graphaccel.passes.microbatch.prologue import build_prologue
 from graphaccel.planner.plan.limits import Limit, Limits
 from graphaccel.planner.plan.plan import Plan
@@ -300,7 +300,7 @@ class _Local:
 
     def _part_of_hoisted(self, node: fx.Node, shape: Sequence[int], place: Any) -> list[int]:
         """A further input: each part's slice of a hoisted value. Returns its shape."""
-        dim, outer = lies_in(place)
+        dim, outer = sharded_dim(place)
         part = self._placeholder(f"part_{node.name}", node)
         part.meta["slice"] = dim, outer
         self.around.own[node] = part

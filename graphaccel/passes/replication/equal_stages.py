@@ -20,12 +20,12 @@ from graphaccel.ir.program import Value
 from graphaccel.ir.replication.layers import with_places
 from graphaccel.passes.stages.outline_stages import Outline, StageOutline
 
-_TOLD = ("phase", "made_by", "bind", "scratch")  # what passes read of a node besides its call
+_COMPARED = ("phase", "made_by", "bind", "scratch")  # what passes read of a node besides its call
 _NAMED = ("constant", "parameter", "buffer", "gradient")  # kinds named after a parameter
 
 
 @dataclass(frozen=True)
-class Twin:
+class EqualStage:
     """A stage that equals stage `like` under other names.
 
     nodes: of the joint graph, those of `like` → its own. named: parameters, buffers and constants;
@@ -41,20 +41,20 @@ class Twin:
 
 
 def equal_stages(
-    outlines: Sequence[StageOutline], told: Callable[[str], object]
-) -> dict[int, Twin]:
-    """Stage → its correspondence to an equal, earlier stage; stages without one are left out. told:
+    outlines: Sequence[StageOutline], described: Callable[[str], object]
+) -> dict[int, EqualStage]:
+    """Stage → its correspondence to an equal, earlier stage; stages without one are left out. described:
     what is known of a parameter besides its value."""
-    twins: dict[int, Twin] = {}
+    equal: dict[int, EqualStage] = {}
     first: dict[Any, list[StageOutline]] = {}
     for outline in outlines[:-1]:
         like = first.setdefault(_sizes(outline), [])
-        found = next(filter(None, (_twin(other, outline, told) for other in like)), None)
+        found = next(filter(None, (_equal(other, outline, described) for other in like)), None)
         if found is None:
             like.append(outline)
         else:
-            twins[outline.stage] = found
-    return twins
+            equal[outline.stage] = found
+    return equal
 
 
 def _sizes(outline: StageOutline) -> tuple[int, ...]:
@@ -63,8 +63,10 @@ def _sizes(outline: StageOutline) -> tuple[int, ...]:
     return (*counts, len(outline.parameters), len(outline.buffers))
 
 
-def _twin(like: StageOutline, outline: StageOutline, told: Callable[[str], object]) -> Twin | None:
-    found = _Comparison(told)
+def _equal(
+    like: StageOutline, outline: StageOutline, described: Callable[[str], object]
+) -> EqualStage | None:
+    found = _Comparison(described)
     same = (
         found.phases(like.forward, outline.forward)
         and found.phases(like.backward, outline.backward)
@@ -73,14 +75,14 @@ def _twin(like: StageOutline, outline: StageOutline, told: Callable[[str], objec
     )
     if not same:
         return None
-    return Twin(outline, like.stage, found.nodes, found.named, found.modules, found.values)
+    return EqualStage(outline, like.stage, found.nodes, found.named, found.modules, found.values)
 
 
 class _Comparison:
     """Correspondence of the names of two stages, built up while they are compared."""
 
-    def __init__(self, told: Callable[[str], object]) -> None:
-        self.told = told
+    def __init__(self, described: Callable[[str], object]) -> None:
+        self.described = described
         self.nodes: dict[fx.Node, fx.Node] = {}
         self.named: dict[str, str] = {}
         self.modules: dict[str, str] = {}
@@ -124,11 +126,11 @@ class _Comparison:
 
     def parameter(self, a: str, b: str) -> bool:
         """Whether two parameters are treated in the same way."""
-        return self.pair(self.named, a, b) and self.told(a) == self.told(b)
+        return self.pair(self.named, a, b) and self.described(a) == self.described(b)
 
     def call(self, a: fx.Node, b: fx.Node) -> bool:
         """Whether two nodes make the same call on corresponding inputs."""
-        if a.target is not b.target or any(a.meta.get(k) != b.meta.get(k) for k in _TOLD):
+        if a.target is not b.target or any(a.meta.get(k) != b.meta.get(k) for k in _COMPARED):
             return False
         (call, reads), (other, others) = (
             with_places((a.args, a.kwargs)),

@@ -22,7 +22,7 @@ from graphaccel.ir.nodes import new_node
 from graphaccel.ir.program import StageProgram, Value
 from graphaccel.ir.replication.layers import split
 from graphaccel.ir.values import keep_shares
-from graphaccel.passes.replication.equal_stages import Twin
+from graphaccel.passes.replication.equal_stages import EqualStage
 
 _AFTER_PARAMETERS = (
     "parameter", "buffer", "constant", "gradient", "shard", "shards", "held", "carried",
@@ -32,33 +32,33 @@ _PREFIXES = ("whole ", "kept_")  # of values that are saved, before another name
 
 
 def repeat_stages(
-    programs: Sequence[StageProgram], twins: Mapping[int, Twin]
+    programs: Sequence[StageProgram], equal: Mapping[int, EqualStage]
 ) -> tuple[StageProgram, ...]:
     """The programs of all stages. programs: of those that are not copies. twins: by stage.
 
     Copies of a node share its value.
     """
     made = {program.stage: program for program in programs}
-    if twins:
+    if equal:
         for program in programs:
             for module in program.graphs:
                 keep_shares(module.graph)
-    for stage, twin in twins.items():
-        made[stage] = _Copy(twin).of(made[twin.like])
+    for stage, one in equal.items():
+        made[stage] = _Copy(one).of(made[one.like])
     return tuple(made[stage] for stage in sorted(made))
 
 
 class _Copy:
     """Translates the program of an equal stage into the names of this one."""
 
-    def __init__(self, twin: Twin) -> None:
-        self.twin = twin
-        self.names = {a.name: b.name for a, b in twin.nodes.items()}
+    def __init__(self, equal: EqualStage) -> None:
+        self.equal = equal
+        self.names = {a.name: b.name for a, b in equal.nodes.items()}
         self.origins: dict[str, str] = {}
         self.stacks: dict[int, Any] = {}
         self.shifts: dict[str, int] = {}
         last: dict[str, int] = {}
-        for a, b in twin.nodes.items():
+        for a, b in equal.nodes.items():
             if "origin" in a.meta and "origin" in b.meta:
                 self.origins[a.meta["origin"]] = b.meta["origin"]
             if "nn_module_stack" in a.meta and "nn_module_stack" in b.meta:
@@ -69,18 +69,18 @@ class _Copy:
 
     def of(self, program: StageProgram) -> StageProgram:
         """The program of the stage, from that of the stage it equals."""
-        named = self.twin.named
+        named = self.equal.named
         return replace(
             program,
-            stage=self.twin.outline.stage,
+            stage=self.equal.outline.stage,
             forward=self._graph(program.forward),
             forward_inputs=self._values(program.forward_inputs),
             forward_outputs=self._values(program.forward_outputs),
             backwards={m: self._graph(g) for m, g in program.backwards.items()},
             backward_inputs=self._values(program.backward_inputs),
             backward_outputs=self._values(program.backward_outputs),
-            parameters=self.twin.outline.parameters,
-            buffers=self.twin.outline.buffers,
+            parameters=self.equal.outline.parameters,
+            buffers=self.equal.outline.buffers,
             buckets=tuple(tuple(named[n] for n in group) for group in program.buckets),
             groups=tuple(tuple(named[n] for n in group) for group in program.groups),
             reduced=tuple(tuple(named[n] for n in group) for group in program.reduced),
@@ -97,13 +97,13 @@ class _Copy:
 
     def _value(self, value: Value) -> Value:
         if value.kind in ("sent", "received"):
-            return self.twin.values[value]
+            return self.equal.values[value]
         if value.kind in _AFTER_PARAMETERS:
-            return replace(value, name=self.twin.named[value.name])
+            return replace(value, name=self.equal.named[value.name])
         if value.kind == "saved":
             prefix = next((p for p in _PREFIXES if value.name.startswith(p)), "")
             name = value.name.removeprefix(prefix)
-            known = self.twin.named if prefix == "whole " else self.names
+            known = self.equal.named if prefix == "whole " else self.names
             return replace(value, name=prefix + known.get(name, name))
         return value
 
@@ -140,7 +140,7 @@ class _Copy:
     def _meta(self, known: Mapping[str, Any]) -> dict[str, Any]:
         meta = dict(known)
         if "module" in meta:
-            meta["module"] = self.twin.modules.get(meta["module"], meta["module"])
+            meta["module"] = self.equal.modules.get(meta["module"], meta["module"])
         if "origin" in meta:
             meta["origin"] = self.origins.get(meta["origin"], meta["origin"])
         stack = meta.pop("nn_module_stack", None)

@@ -24,7 +24,7 @@ from graphaccel.ir.text import graph_text
 from graphaccel.passes.adapters import of_rank
 from graphaccel.passes.context import Context, Fixed
 from graphaccel.passes.microbatch.exact_microbatch import LocalStep
-from graphaccel.passes.replication.equal_stages import Twin, equal_stages
+from graphaccel.passes.replication.equal_stages import EqualStage, equal_stages
 from graphaccel.passes.replication.few_layers import cut_layers, ends_among, stage_ends
 from graphaccel.passes.replication.repeat_layers import repeat_layers
 from graphaccel.passes.replication.repeat_programs import (
@@ -54,30 +54,30 @@ def run_replicated(run: Runner, context: Context) -> Context:
         except (NotRepeated, GraphAccelError) as reason:  # then all layers are rewritten
             log.info("programs of all layers are rewritten: %s", reason)
     context = run.run(_one_rank(run, context), "joint")
-    twins: Mapping[int, Twin] = {}
+    equal: Mapping[int, EqualStage] = {}
     if free and context.stages.stages > 2:
-        context, twins = _without_twins(run, context)
+        context, equal = _without_equal(run, context)
     context = run.run(context, "program", "sums")
-    programs = run.timed("repeat_stages", lambda: repeat_stages(context.programs, twins))
+    programs = run.timed("repeat_stages", lambda: repeat_stages(context.programs, equal))
     return replace(context, programs=programs)
 
 
 # ---- equal stages
 
 
-def _without_twins(run: Runner, context: Context) -> tuple[Context, Mapping[int, Twin]]:
+def _without_equal(run: Runner, context: Context) -> tuple[Context, Mapping[int, EqualStage]]:
     """The context without stages that equal another one up to names, and those stages."""
     outlines, values = context.outlined, context.values
     known = context.owned, context.rank.partial, context.rank.resting
 
-    def told(name: str) -> object:
+    def described(name: str) -> object:
         value = values.get(name)
         kind = value is not None and (value.shape, value.dtype)
         return (*(each.get(name) for each in known), name in context.shared, kind)
 
-    twins = run.timed("equal_stages", lambda: equal_stages(outlines, told))
-    kept = tuple(outline for outline in outlines if outline.stage not in twins)
-    return replace(context, outlines=kept), twins
+    equal = run.timed("equal_stages", lambda: equal_stages(outlines, described))
+    kept = tuple(outline for outline in outlines if outline.stage not in equal)
+    return replace(context, outlines=kept), equal
 
 
 # ---- the graph of one rank
@@ -101,8 +101,8 @@ def _few_sharded(run: Runner, context: Context) -> Sequence[tuple[LocalStep, Loc
     way. Raises NotRepeated."""
     step, plan = context.step, context.plan
     split = (plan.data, plan.microbatches, plan.batch, plan.tensor, plan.context, plan.expert)
-    told = (plan.placements, plan.axis_placements, plan.outputs)
-    key = ("sharded", split, told, frozenset((context.sizes or {}).items()))
+    described = (plan.placements, plan.axis_placements, plan.outputs)
+    key = ("sharded", split, described, frozenset((context.sizes or {}).items()))
     if key not in step.derived:
         assert step.repeats is not None
         step.derived[key] = _shard_few(run, context, step.repeats)

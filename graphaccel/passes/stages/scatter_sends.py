@@ -51,7 +51,7 @@ def scatter_sends(staged: StagedGraph, plan: Plan) -> StagedGraph:
             if not readers or not _even(node, plan.tensor):
                 continue
             emit.meta = node.meta
-            dims = _as_it_lies(node)
+            dims = _dims_by_stride(node)
             with graph.inserting_before(node.next):
                 part = _part(emit, node, dims)
             stage |= dict.fromkeys(_chain(part, node), own)
@@ -59,7 +59,7 @@ def scatter_sends(staged: StagedGraph, plan: Plan) -> StagedGraph:
                 ahead = [u for u in users if u.meta["phase"] == node.meta["phase"]]
                 first = min(ahead, key=place.__getitem__) if ahead else part.next
                 with graph.inserting_before(first):
-                    whole = _whole(emit, part, node, dims)
+                    whole = _gathered(emit, part, node, dims)
                 stage |= dict.fromkeys(_chain(whole, part), there)
                 for user in users:
                     user.replace_input_with(node, whole)
@@ -85,11 +85,11 @@ def _even(node: fx.Node, ranks: int) -> bool:
     value = node.meta["val"]
     if not node.meta.get("replicated") or not isinstance(value, torch.Tensor):
         return False
-    filled = value.permute(_as_it_lies(node)).is_contiguous()
+    filled = value.permute(_dims_by_stride(node)).is_contiguous()
     return filled and value.numel() > 0 and value.numel() % ranks == 0
 
 
-def _as_it_lies(node: fx.Node) -> list[int]:
+def _dims_by_stride(node: fx.Node) -> list[int]:
     """The dims in the order of their strides."""
     value = node.meta["val"]
     return sorted(range(value.dim()), key=lambda d: (-value.stride(d), d))
@@ -103,7 +103,7 @@ def _part(emit: Emitter, node: fx.Node, dims: Sequence[int]) -> fx.Node:
     return emit.call(aten.clone.default, emit.convert(flat, REPLICATED, _PART))
 
 
-def _whole(emit: Emitter, part: fx.Node, like: fx.Node, dims: Sequence[int]) -> fx.Node:
+def _gathered(emit: Emitter, part: fx.Node, like: fx.Node, dims: Sequence[int]) -> fx.Node:
     """All parts, gathered in the layout of the original value."""
     shape = like.meta["val"].shape
     flat = emit.convert(part, _PART, REPLICATED)

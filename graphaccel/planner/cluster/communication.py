@@ -178,11 +178,13 @@ def _levels(cluster: Cluster, group_size: int, stride: int, further: Further = (
     """The levels on which members of the group meet, innermost first; none for a single member."""
     group = group_size, stride, further
     if group not in cluster.known:
-        cluster.known[group] = _found_levels(cluster, *group)
+        cluster.known[group] = _detected_levels(cluster, *group)
     return cast("list[_Level]", cluster.known[group])
 
 
-def _found_levels(cluster: Cluster, group_size: int, stride: int, further: Further) -> list[_Level]:
+def _detected_levels(
+    cluster: Cluster, group_size: int, stride: int, further: Further
+) -> list[_Level]:
     runs = (group_size, stride), *further
     last = sum((many - 1) * apart for many, apart in runs)
     if any(many < 1 or apart < 1 for many, apart in runs) or last >= cluster.count:

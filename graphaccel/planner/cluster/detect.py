@@ -35,7 +35,7 @@ _CAPABILITIES: Mapping[str, tuple[int, int]] = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class Found:
+class DetectedDevice:
     """What a driver reports of a GPU. memory: bytes; processors: streaming multiprocessors;
     capability: CUDA's compute capability, as (major, minor)."""
 
@@ -45,7 +45,7 @@ class Found:
     capability: tuple[int, int]
 
 
-def cluster_found(found: Found, count: int) -> Cluster:
+def detected_cluster(found: DetectedDevice, count: int) -> Cluster:
     """A cluster of ``count`` such GPUs with the links of the catalogue entry of that name; where
     there is none, of the nearest entry by compute capability and then by processors. Peaks and
     memory bandwidth are the entry's, scaled by the GPU's share of the entry's processors; where the
@@ -76,7 +76,7 @@ def _word(name: str) -> str:
     return name.partition("-")[0].removeprefix("rtx")
 
 
-def _distance(name: str, found: Found) -> tuple[float, ...]:
+def _distance(name: str, found: DetectedDevice) -> tuple[float, ...]:
     major, minor = _CAPABILITIES[name]
     device = cluster(name, 1).device
     return (

@@ -13,13 +13,13 @@ from dataclasses import replace
 import numpy as np
 
 from graphaccel.planner.cluster.cluster import Cluster
-from graphaccel.planner.estimate.stage_costs import StageWork
+from graphaccel.planner.estimate.stage_costs import StageCost
 from graphaccel.planner.plan.offload import LARGE
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.profile.profile import Profile, SizedProfile
 
 
-def away_bytes(profile: Profile, sized: SizedProfile, plan: Plan) -> np.ndarray:
+def offloaded_bytes(profile: Profile, sized: SizedProfile, plan: Plan) -> np.ndarray:
     """Bytes of one microbatch that are offloaded, by the position whose backward reads them."""
     if "activations" not in plan.offload:
         return np.zeros(len(profile), dtype=np.int64)
@@ -43,12 +43,12 @@ def beside(profile: Profile, away: np.ndarray, here: slice) -> np.ndarray:
 
 
 def with_copies(
-    profile: Profile, sized: SizedProfile, plan: Plan, works: Sequence[StageWork], cluster: Cluster
-) -> tuple[StageWork, ...]:
+    profile: Profile, sized: SizedProfile, plan: Plan, works: Sequence[StageCost], cluster: Cluster
+) -> tuple[StageCost, ...]:
     """The costs of the stages with the copies of a microbatch: to the host beside the forward if
     the device is not its own host, and back before the backward goes on."""
     assert cluster.host is not None
-    away, found = away_bytes(profile, sized, plan), []
+    away, found = offloaded_bytes(profile, sized, plan), []
     for work in works:
         seconds = float(away[work.first : work.end].sum()) / cluster.host.link
         down = seconds if cluster.host.shared else max(0.0, seconds - work.forward)

@@ -20,7 +20,7 @@ from graphaccel.planner.cluster.communication import (
 )
 from graphaccel.planner.estimate.estimated_memory import gathered_sizes
 from graphaccel.planner.estimate.gradient_buckets import bucket_count, copy_seconds
-from graphaccel.planner.estimate.stage_costs import StageWork, held_parameters
+from graphaccel.planner.estimate.stage_costs import StageCost, held_parameters
 from graphaccel.planner.estimate.stage_messages import device_number
 from graphaccel.planner.estimate.zero_shards import kept_bytes, kept_whole
 from graphaccel.planner.plan.plan import Plan
@@ -29,7 +29,7 @@ from graphaccel.planner.profile.profile import Profile
 
 
 def reduce_seconds(
-    profile: Profile, works: Sequence[StageWork], plan: Plan, cluster: Cluster
+    profile: Profile, works: Sequence[StageCost], plan: Plan, cluster: Cluster
 ) -> list[float]:
     """Exposed seconds of each stage's gradients and parameters; identical stages are computed
     once."""
@@ -47,7 +47,7 @@ def reduce_seconds(
     return found
 
 
-def _stage_seconds(profile: Profile, work: StageWork, plan: Plan, cluster: Cluster) -> float:
+def _stage_seconds(profile: Profile, work: StageCost, plan: Plan, cluster: Cluster) -> float:
     """Exposed seconds of a stage's traffic over data: its gradients beside the last microbatch's
     backward, or beside each; parameters (`_gathered`) beside forward and backward, or after the
     optimizer."""
@@ -82,7 +82,7 @@ def _exposed(cluster: Cluster, beside: float, *moves: tuple[float, float]) -> fl
 
 
 def _summed(
-    profile: Profile, work: StageWork, plan: Plan, cluster: Cluster
+    profile: Profile, work: StageCost, plan: Plan, cluster: Cluster
 ) -> tuple[tuple[float, float], tuple[float, float], float]:
     """(traffic of each microbatch that reduces a stage's gradients, traffic of the last one,
     seconds of the copies around it in a step); traffic: (seconds, seconds of its slowest
@@ -107,7 +107,7 @@ def _summed(
 
 
 def reduce_counts(
-    profile: Profile, work: StageWork, plan: Plan, sizes: Mapping[tuple[str, ...], float]
+    profile: Profile, work: StageCost, plan: Plan, sizes: Mapping[tuple[str, ...], float]
 ) -> dict[tuple[str, ...], int]:
     """Number of collectives that reduce a stage's gradients in a backward, by the axes besides
     data: with ZeRO 3 one for each group of parameters, otherwise one for each bucket. sizes: bytes
@@ -121,7 +121,7 @@ def reduce_counts(
             for axes, size in sizes.items()}  # fmt: skip
 
 
-def _gathered_after(profile: Profile, work: StageWork, plan: Plan, cluster: Cluster) -> float:
+def _gathered_after(profile: Profile, work: StageCost, plan: Plan, cluster: Cluster) -> float:
     """Seconds to gather what the optimizer changed, once, after it (ZeRO 1 and 2): a rank's shard
     is copied into a bucket, and those of the other ranks out of it."""
     shared = work.gradient - kept_bytes(profile, plan, [(work.first, work.end)]).trained
@@ -133,7 +133,7 @@ def _gathered_after(profile: Profile, work: StageWork, plan: Plan, cluster: Clus
 
 
 def _gathered(
-    profile: Profile, work: StageWork, plan: Plan, cluster: Cluster
+    profile: Profile, work: StageCost, plan: Plan, cluster: Cluster
 ) -> tuple[tuple[float, float], float]:
     """((seconds to gather all groups of a stage, seconds of the first), seconds of copies) of ZeRO
     3: each group is gathered ahead of use in every forward, and again in every backward where the
@@ -143,7 +143,7 @@ def _gathered(
     return (_gathers(cluster, sizes, plan), first), copy_seconds(sum(sizes), cluster.device)
 
 
-def _groups(profile: Profile, work: StageWork, plan: Plan) -> tuple[int, ...]:
+def _groups(profile: Profile, work: StageCost, plan: Plan) -> tuple[int, ...]:
     """Bytes of each group of parameters that ZeRO 3 gathers at once, of a stage."""
     span = (work.first, work.end)
     key = "groups", span, plan.gathers_low, kept_whole(profile, plan)
@@ -180,7 +180,7 @@ def shards_seconds(cluster: Cluster, size: float, axes: tuple[str, ...], plan: P
     return wires.all_reduce(size, ("replicate",)) + wires.all_reduce(size, axes)
 
 
-def _shared_bytes(profile: Profile, works: Sequence[StageWork]) -> list[int]:
+def _shared_bytes(profile: Profile, works: Sequence[StageCost]) -> list[int]:
     """Of each stage, bytes of trained parameters that other stages use too."""
     ends = np.array([work.end for work in works])
     found = [0] * len(works)

@@ -24,11 +24,11 @@ from graphaccel.planner.estimate.cpu_oversubscription import shared_makespan
 from graphaccel.planner.estimate.data_axis import reduce_seconds
 from graphaccel.planner.estimate.estimated_memory import predict_memory
 from graphaccel.planner.estimate.external_loss import gather_seconds
-from graphaccel.planner.estimate.optimizer_memory import NOTHING, Stepping
+from graphaccel.planner.estimate.optimizer_memory import NOTHING, OptimizerMemory
 from graphaccel.planner.estimate.optimizer_time import step_seconds, stepped
 from graphaccel.planner.estimate.parameter_prefetch import with_uploads
 from graphaccel.planner.estimate.simulate import Timeline, play, simulate
-from graphaccel.planner.estimate.stage_costs import StageWork, sized_for, stage_works
+from graphaccel.planner.estimate.stage_costs import StageCost, sized_for, stage_costs
 from graphaccel.planner.estimate.stage_messages import edge_seconds
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.plan.prediction import Prediction
@@ -48,7 +48,7 @@ def predict_seconds(
     W.
     """
     sized = sized_for(profile, plan, cluster)
-    works = stage_works(profile, sized, plan, cluster.device.launch_seconds)
+    works = stage_costs(profile, sized, plan, cluster.device.launch_seconds)
     edges = edge_seconds(profile, sized, plan, cluster)
     reduces = reduce_seconds(profile, works, plan, cluster)
     crowd, ranks = cluster.device.crowd, range(plan.pipeline)
@@ -92,7 +92,7 @@ def predict_seconds(
 
 def _played(
     plan: Plan,
-    works: Sequence[StageWork],
+    works: Sequence[StageCost],
     edges: Mapping[tuple[int, int, str], float],
     reduces: Sequence[float],
 ) -> tuple[float, float, float]:
@@ -106,7 +106,7 @@ def _played(
 
 
 def _durations(
-    plan: Plan, works: Sequence[StageWork]
+    plan: Plan, works: Sequence[StageCost]
 ) -> tuple[list[float], list[float], list[float]]:
     """Seconds of forward, backward and weight, per stage."""
     forward, backward = [w.forward for w in works], [w.backward for w in works]
@@ -117,7 +117,7 @@ def _durations(
 
 def _play(
     plan: Plan,
-    works: Sequence[StageWork],
+    works: Sequence[StageCost],
     edges: Mapping[tuple[int, int, str], float],
     reduces: Sequence[float],
 ) -> tuple[Schedule, Timeline]:
@@ -132,7 +132,7 @@ def _play(
 def timeline(profile: Profile, plan: Plan, cluster: Cluster) -> tuple[Schedule, Timeline]:
     """The plan's schedule with its messages, and when each of its actions happens."""
     sized = sized_for(profile, plan, cluster)
-    works = stage_works(profile, sized, plan, cluster.device.launch_seconds)
+    works = stage_costs(profile, sized, plan, cluster.device.launch_seconds)
     edges = edge_seconds(profile, sized, plan, cluster)
     reduces = reduce_seconds(profile, works, plan, cluster)
     return _play(plan, works, edges, reduces)
@@ -140,7 +140,7 @@ def timeline(profile: Profile, plan: Plan, cluster: Cluster) -> tuple[Schedule, 
 
 def _closed(
     plan: Plan,
-    works: Sequence[StageWork],
+    works: Sequence[StageCost],
     edges: Mapping[tuple[int, int, str], float],
     reduces: Sequence[float],
 ) -> tuple[float, float, float]:
@@ -163,7 +163,7 @@ def predict(
     plan: Plan,
     cluster: Cluster,
     optimizer_bytes: int,
-    stepping: Stepping = NOTHING,
+    stepping: OptimizerMemory = NOTHING,
     *,
     simulated: bool = True,
 ) -> Plan:

@@ -16,18 +16,18 @@ from functools import cached_property, partial
 import numpy as np
 
 from graphaccel.planner.cluster.cluster import Cluster
-from graphaccel.planner.estimate.activation_offload import away_bytes
+from graphaccel.planner.estimate.activation_offload import offloaded_bytes
 from graphaccel.planner.estimate.external_loss import output_bytes
-from graphaccel.planner.estimate.optimizer_memory import NOTHING, Stepping, step_bytes
+from graphaccel.planner.estimate.optimizer_memory import NOTHING, OptimizerMemory, step_bytes
 from graphaccel.planner.estimate.stage_costs import (
-    StageWork,
+    StageCost,
     held_parameters,
     held_together,
     sized_for,
-    stage_works,
+    stage_costs,
 )
 from graphaccel.planner.estimate.stage_peaks import Peaks, stage_peaks
-from graphaccel.planner.estimate.zero_memory import motion_key
+from graphaccel.planner.estimate.zero_memory import bytes_in_flight_key
 from graphaccel.planner.estimate.zero_shards import Kept, kept_bytes, kept_whole, share_bytes
 from graphaccel.planner.memory.phases import STEP
 from graphaccel.planner.plan.offload import placed_optimizer, placed_parameters
@@ -43,7 +43,7 @@ def predict_memory(
     plan: Plan,
     cluster: Cluster,
     optimizer_bytes: int,
-    stepping: Stepping = NOTHING,
+    stepping: OptimizerMemory = NOTHING,
 ) -> tuple[StageMemory, ...]:
     """Peak bytes of each pipeline rank, by category.
 
@@ -51,7 +51,7 @@ def predict_memory(
     none). stepping: temporary memory of its step.
     """
     sized = sized_for(profile, plan, cluster)
-    works = stage_works(profile, sized, plan.with_recomputed({}), cluster.device.launch_seconds)
+    works = stage_costs(profile, sized, plan.with_recomputed({}), cluster.device.launch_seconds)
     return _Estimate(profile, sized, tuple(works), plan, cluster, optimizer_bytes, stepping).ranks()
 
 
@@ -84,11 +84,11 @@ class _Estimate:
 
     profile: Profile
     sized: SizedProfile
-    works: tuple[StageWork, ...]
+    works: tuple[StageCost, ...]
     plan: Plan
     cluster: Cluster
     optimizer_bytes: int
-    stepping: Stepping
+    stepping: OptimizerMemory
 
     def ranks(self) -> tuple[StageMemory, ...]:
         profile, sized, works, plan = self.profile, self.sized, self.works, self.plan
@@ -98,7 +98,7 @@ class _Estimate:
         once = sized.once(
             ("held", plan.cuts, plan.pipeline, plan.holds_gathered, plan.gathers_low,
              plan.holds_casts, plan.shards),
-            lambda: [_made_once(profile, sized, works[r :: plan.pipeline], plan)
+            lambda: [_held_for_all_microbatches(profile, sized, works[r :: plan.pipeline], plan)
                      for r in range(plan.pipeline)],
         )  # fmt: skip
         each = zip(held, once, self._peaks(), strict=True)
@@ -119,7 +119,7 @@ class _Estimate:
     @cached_property
     def _stage_peaks(self) -> Peaks:
         plan = self.plan
-        moved = motion_key(plan), plan.offload, plan.holds_casts
+        moved = bytes_in_flight_key(plan), plan.offload, plan.holds_casts
         key = ("peaks", plan.cuts, plan.recompute, plan.selective, self._split, moved)
         make = partial(stage_peaks, self.profile, self.sized, self.works, plan)
         return self.sized.once(key, make)
@@ -144,7 +144,7 @@ class _Estimate:
         gradients = peaks.gradient.reshape(shape).sum(axis=0)
         offloaded = np.zeros(plan.pipeline, dtype=np.int64)
         if "activations" in plan.offload:
-            away = away_bytes(self.profile, self.sized, plan)
+            away = offloaded_bytes(self.profile, self.sized, plan)
             bytes_of = [int(away[work.first : work.end].sum()) for work in self.works]
             offloaded = (waiting * bytes_of).reshape(shape).sum(axis=0)
         columns = (top, activations, peaks.temporary[top], gradients, offloaded)
@@ -219,7 +219,7 @@ def in_parts(profile: Profile, sized: SizedProfile, plan: Plan) -> np.ndarray:
 
 
 def _sent(
-    profile: Profile, sized: SizedProfile, works: Sequence[StageWork], plan: Plan
+    profile: Profile, sized: SizedProfile, works: Sequence[StageCost], plan: Plan
 ) -> np.ndarray:
     """Bytes of one microbatch that each stage sends on, without what its own backward needs: they
     are held until that microbatch's gradient comes back (`schedule.walk`). Parts are copies."""
@@ -236,7 +236,7 @@ def _sent(
     return np.bincount(source[far], size[far], minlength=len(works)).astype(np.int64)
 
 
-def _of_ranks(profile: Profile, works: Sequence[StageWork], ranks: int) -> tuple[_Held, ...]:
+def _of_ranks(profile: Profile, works: Sequence[StageCost], ranks: int) -> tuple[_Held, ...]:
     """What each rank holds."""
     found = []
     for rank in range(ranks):
@@ -248,12 +248,12 @@ def _of_ranks(profile: Profile, works: Sequence[StageWork], ranks: int) -> tuple
     return tuple(found)
 
 
-def _spans(works: Sequence[StageWork]) -> tuple[tuple[int, int], ...]:
+def _spans(works: Sequence[StageCost]) -> tuple[tuple[int, int], ...]:
     return tuple((work.first, work.end) for work in works)
 
 
-def _made_once(
-    profile: Profile, sized: SizedProfile, works: Sequence[StageWork], plan: Plan
+def _held_for_all_microbatches(
+    profile: Profile, sized: SizedProfile, works: Sequence[StageCost], plan: Plan
 ) -> int:
     """Bytes that a rank holds of its stages' parameters for all microbatches: parameters that ZeRO
     3 gathered, or one cast of each, however often it is read."""

@@ -18,7 +18,7 @@ _FLYING = 2
 
 
 @dataclass(frozen=True)
-class Stepping:
+class OptimizerMemory:
     """Temporary bytes of a step for each byte of parameters: over all parameters together, for each
     one by itself, and for the one before it, which a loop frees late."""
 
@@ -33,12 +33,12 @@ class Stepping:
         return int(self.together * stepped + one)
 
 
-NOTHING = Stepping()
+NOTHING = OptimizerMemory()
 
 
 def step_bytes(
     plan: Plan,
-    stepping: Stepping,
+    stepping: OptimizerMemory,
     stepped: int,
     sizes: Sequence[int],
     whole: Sequence[int],

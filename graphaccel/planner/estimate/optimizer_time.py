@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from graphaccel.planner.cluster.cluster import Cluster, Device, OpTime
-from graphaccel.planner.estimate.stage_costs import StageWork
+from graphaccel.planner.estimate.stage_costs import StageCost
 from graphaccel.planner.estimate.zero_shards import kept_bytes
 from graphaccel.planner.plan.offload import host_step_seconds
 from graphaccel.planner.plan.plan import Plan
@@ -19,7 +19,7 @@ _OPTIMIZER_OPS = 10
 _TENSORS_AT_ONCE = 100
 
 
-def stepped(profile: Profile, plan: Plan, works: Sequence[StageWork]) -> tuple[float, int]:
+def stepped(profile: Profile, plan: Plan, works: Sequence[StageCost]) -> tuple[float, int]:
     """(bytes of gradients that a rank's optimizer steps, number of their tensors)."""
     trained, tensors = sum(w.gradient for w in works), sum(w.tensors for w in works)
     if not plan.zero:

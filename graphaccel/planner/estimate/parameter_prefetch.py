@@ -18,7 +18,7 @@ import numpy as np
 
 from graphaccel.planner.cluster.cluster import Cluster
 from graphaccel.planner.cluster.communication import exposed_seconds
-from graphaccel.planner.estimate.stage_costs import StageWork
+from graphaccel.planner.estimate.stage_costs import StageCost
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.profile.profile import Profile
 
@@ -119,10 +119,10 @@ def uploaded(profile: Profile, plan: Plan, span: tuple[int, int]) -> tuple[np.nd
 def with_uploads(
     profile: Profile,
     plan: Plan,
-    beside: Sequence[StageWork],
-    works: Sequence[StageWork],
+    beside: Sequence[StageCost],
+    works: Sequence[StageCost],
     cluster: Cluster,
-) -> tuple[StageWork, ...]:
+) -> tuple[StageCost, ...]:
     """The costs of the stages with the exposed seconds of parameter prefetch in each forward and
     each backward: at least the copy of the largest block, as for ZeRO 3's all-gathers
     (`planner.estimate.data_axis`).

@@ -31,7 +31,7 @@ def sized_for(profile: Profile, plan: Plan, cluster: Cluster) -> SizedProfile:
 
 
 @dataclass(frozen=True)
-class StageWork:
+class StageCost:
     """One stage of a plan: positions [first, end), seconds a microbatch, bytes of its parameters.
 
     weight: seconds of the backward that a schedule can run separately. action: seconds to start one
@@ -59,13 +59,13 @@ class StageWork:
         found = dict(self.partial)
         return {(): self.gradient - sum(found.values()), **found}
 
-    def shorter(self, factor: float) -> StageWork:
+    def shorter(self, factor: float) -> StageCost:
         """The stage with all seconds divided by `factor`."""
         names = ("forward", "backward", "weight", "action", "sent_forward", "sent_backward")
         return replace(self, **{name: getattr(self, name) / factor for name in names})
 
     @property
-    def alone(self) -> StageWork:
+    def alone(self) -> StageCost:
         """The stage with collectives that take no time."""
         return replace(
             self,
@@ -76,13 +76,13 @@ class StageWork:
         )
 
 
-def stage_works(
+def stage_costs(
     profile: Profile, sized: SizedProfile, plan: Plan, launch_seconds: float
-) -> tuple[StageWork, ...]:
+) -> tuple[StageCost, ...]:
     """The costs of each stage of `plan`. Raises ValueError for cuts that do not fit the graph."""
     spared = plan.holds_casts, recorded(plan), *spared_casts(plan)
     key = ("works", plan.cuts, plan.recompute, plan.selective, launch_seconds, spared)
-    return sized.once(key, lambda: _stage_works(profile, sized, plan, launch_seconds))
+    return sized.once(key, lambda: _stage_costs(profile, sized, plan, launch_seconds))
 
 
 def recorded(plan: Plan) -> bool:
@@ -101,9 +101,9 @@ def spared_casts(plan: Plan) -> tuple[float, float]:
     return low, low
 
 
-def _stage_works(
+def _stage_costs(
     profile: Profile, sized: SizedProfile, plan: Plan, launch_seconds: float
-) -> tuple[StageWork, ...]:
+) -> tuple[StageCost, ...]:
     recomputing, sent_recomputing, host_recomputing = sized.recompute_seconds(
         profile.recomputation(plan)
     )
@@ -132,7 +132,7 @@ def _stage_works(
         *busy, weight = columns[:, first:end].sum(axis=1).tolist()
         ahead, back = _phase(*busy[:3]), _phase(*busy[3:])
         works.append(
-            StageWork(
+            StageCost(
                 first=first,
                 end=end,
                 forward=action + ahead[0],

@@ -11,10 +11,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from graphaccel.planner.estimate.activation_offload import away_bytes, beside
+from graphaccel.planner.estimate.activation_offload import beside, offloaded_bytes
 from graphaccel.planner.estimate.parameter_prefetch import uploaded
-from graphaccel.planner.estimate.stage_costs import StageWork
-from graphaccel.planner.estimate.zero_memory import Motion, in_motion, motion_key
+from graphaccel.planner.estimate.stage_costs import StageCost
+from graphaccel.planner.estimate.zero_memory import (
+    BytesInFlight,
+    bytes_in_flight,
+    bytes_in_flight_key,
+)
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.profile.block_recompute import Recomputation
 from graphaccel.planner.profile.profile import Profile, SizedProfile
@@ -40,7 +44,7 @@ class Peaks:
 
 
 def stage_peaks(
-    profile: Profile, sized: SizedProfile, works: Sequence[StageWork], plan: Plan
+    profile: Profile, sized: SizedProfile, works: Sequence[StageCost], plan: Plan
 ) -> Peaks:
     """The peak of every stage of `plan`. works: costs of its stages, whatever is recomputed.
 
@@ -52,14 +56,14 @@ def stage_peaks(
     first, stage = sized.once(key, lambda: _stages(works))
     recomputation = profile.recomputation(plan)
     saved, _ = sized.saved(recomputation)
-    away = away_bytes(profile, sized, plan)
+    away = offloaded_bytes(profile, sized, plan)
     running = _within(saved - away, first, stage)
     forward, backward = sized.passing_forward, sized.passing_backward
     if plan.holds_casts:
         forward, backward = sized.passing_held
     whole = plan.microbatches > 1 or plan.data > 1
     accumulated = np.array([whole or bool(work.partial) for work in works])
-    if not motion_key(plan):  # they stay where they are accumulated
+    if not bytes_in_flight_key(plan):  # they stay where they are accumulated
         added = sized.passing_added(plan.holds_casts)
         backward = np.where(accumulated[stage], added, backward)
     if recomputation.rows.any():
@@ -75,7 +79,8 @@ def stage_peaks(
         backward = backward + np.concatenate([back for _, back in up])
     gradient = np.array([work.gradient for work in works])
     moving = sized.once(
-        ("motion", plan.cuts, motion_key(plan)), lambda: _moving(profile, sized, works, plan)
+        ("motion", plan.cuts, bytes_in_flight_key(plan)),
+        lambda: _moving(profile, sized, works, plan),
     )
     if moving is not None:
         forward, backward, ready = (
@@ -103,7 +108,7 @@ def stage_peaks(
     )
 
 
-def _stages(works: Sequence[StageWork]) -> tuple[np.ndarray, np.ndarray]:
+def _stages(works: Sequence[StageCost]) -> tuple[np.ndarray, np.ndarray]:
     """(first position of each stage, stage of each position)."""
     first = np.array([work.first for work in works])
     sizes = [work.end - work.first for work in works]
@@ -162,15 +167,15 @@ def _remade(
 
 
 def _moving(
-    profile: Profile, sized: SizedProfile, works: Sequence[StageWork], plan: Plan
-) -> Motion | None:
+    profile: Profile, sized: SizedProfile, works: Sequence[StageCost], plan: Plan
+) -> BytesInFlight | None:
     """What ZeRO has in motion at each position; None where nothing is."""
     spans = [(work.first, work.end) for work in works]
-    parts = [in_motion(profile, plan, span, exchanged=sized.exchanges) for span in spans]
+    parts = [bytes_in_flight(profile, plan, span, exchanged=sized.exchanges) for span in spans]
     known = [part for part in parts if part is not None]
     if not known:
         return None
-    return Motion(
+    return BytesInFlight(
         np.concatenate([part.forward for part in known]),
         np.concatenate([part.backward for part in known]),
         np.concatenate([part.ready for part in known]),

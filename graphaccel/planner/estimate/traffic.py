@@ -22,10 +22,10 @@ from graphaccel.planner.cluster.communication import (
 from graphaccel.planner.estimate.data_axis import reduce_counts, shards_seconds
 from graphaccel.planner.estimate.estimated_memory import gathered_sizes
 from graphaccel.planner.estimate.stage_costs import (
-    StageWork,
+    StageCost,
     held_parameters,
     sized_for,
-    stage_works,
+    stage_costs,
 )
 from graphaccel.planner.estimate.stage_messages import device_number, gathered_bytes, message_bytes
 from graphaccel.planner.plan.plan import Plan
@@ -51,7 +51,7 @@ class Traffic:
 def traffic(profile: Profile, plan: Plan, cluster: Cluster) -> tuple[Traffic, ...]:
     """What a device sends in a step of `plan`, the innermost axis first."""
     sized = sized_for(profile, plan, cluster)
-    works = stage_works(profile, sized, plan, cluster.device.launch_seconds)
+    works = stage_costs(profile, sized, plan, cluster.device.launch_seconds)
     wires = wires_of(cluster, plan)
     step = profile.step
     sizes = Sizes({**step.sizes, **({BATCH: plan.microbatch_size} if BATCH in step.sizes else {})})
@@ -88,7 +88,7 @@ def traffic(profile: Profile, plan: Plan, cluster: Cluster) -> tuple[Traffic, ..
 
 
 def _over_data(
-    profile: Profile, work: StageWork, plan: Plan, cluster: Cluster
+    profile: Profile, work: StageCost, plan: Plan, cluster: Cluster
 ) -> list[tuple[str, str, int, float, float]]:
     """Gradients and parameters of one stage: (axes, kind, calls, bytes, seconds)."""
     wires, found = wires_of(cluster, plan), []
@@ -123,7 +123,7 @@ def _over_data(
     return found
 
 
-def _groups(profile: Profile, work: StageWork, plan: Plan) -> list[int]:
+def _groups(profile: Profile, work: StageCost, plan: Plan) -> list[int]:
     """Bytes of each group of parameters that ZeRO 3 gathers at once, of one stage."""
     held = held_parameters(profile, [(work.first, work.end)])
     return gathered_sizes(profile, held, plan)

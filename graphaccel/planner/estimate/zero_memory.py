@@ -20,7 +20,7 @@ from graphaccel.planner.profile.profile import Parameter, Profile
 
 
 @dataclass
-class Motion:
+class BytesInFlight:
     """Bytes by position: gathered for the forward, gathered and collected in the backward, and
     shards of gradients that are already reduced."""
 
@@ -49,7 +49,7 @@ class _Region:
         self.taken = max(self.members) if len(self.members) > 1 else 0
 
 
-def motion_key(plan: Plan) -> tuple[object, ...]:
+def bytes_in_flight_key(plan: Plan) -> tuple[object, ...]:
     """Equal for plans that have the same bytes in motion at each position of a stage."""
     if plan.zero < 2 or plan.data == 1:
         return ()
@@ -59,9 +59,9 @@ def motion_key(plan: Plan) -> tuple[object, ...]:
     return (plan.zero == 3, plan.shards, *gathering, once, each, plan.bucket_bytes)
 
 
-def in_motion(
+def bytes_in_flight(
     profile: Profile, plan: Plan, span: tuple[int, int], *, exchanged: bool = False
-) -> Motion | None:
+) -> BytesInFlight | None:
     """Bytes in motion while a stage of positions [first, end) computes; None where nothing moves.
 
     exchanged: gradients are reduced to shards by an all-to-all (`SizedProfile.exchanges`).
@@ -69,7 +69,7 @@ def in_motion(
     if plan.zero < 2 or plan.data == 1:
         return None
     first, end = span
-    moving = Motion(*np.zeros((3, end - first), dtype=np.int64))
+    moving = BytesInFlight(*np.zeros((3, end - first), dtype=np.int64))
     key = ("regions", span, plan.zero == 3, plan.bucket_bytes, plan.shards)
     regions = profile.once(key, lambda: _regions(profile, plan, span))
     if plan.zero == 3 and not plan.holds_gathered:
@@ -162,7 +162,7 @@ def _final(profile: Profile, span: tuple[int, int]) -> int:
     return int(inside[-1]) + 1 if end == len(profile) and len(inside) else end - first
 
 
-def _gather(moving: Motion, plan: Plan, regions: Sequence[_Region], final: int) -> None:
+def _gather(moving: BytesInFlight, plan: Plan, regions: Sequence[_Region], final: int) -> None:
     """Hold a region's group from where the region before it starts, up to its own end. What stays
     for the backward is not cast before, and what the backward gathers first it gathers at once."""
     if plan.gathers_low:
@@ -193,7 +193,7 @@ def _gather(moving: Motion, plan: Plan, regions: Sequence[_Region], final: int) 
     _add(moving.backward, backward)
 
 
-def _collect(moving: Motion, plan: Plan, regions: Sequence[_Region]) -> None:
+def _collect(moving: BytesInFlight, plan: Plan, regions: Sequence[_Region]) -> None:
     """Hold a group's gradients from the first of them until the next group is sent, then its
     shard."""
     length = len(moving.ready)

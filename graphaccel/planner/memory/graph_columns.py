@@ -95,7 +95,7 @@ class Rows:
     @cached_property
     def size(self) -> np.ndarray:
         """Tensor → bytes of its own storage."""
-        size = self._told[self._known, 0]
+        size = self._storages_of_results[self._known, 0]
         if self.chosen is not even:
             came = np.array([bool(n.meta.get("chosen")) for n in self.nodes], dtype=bool)
             found = np.array([n.target is ROWS for n in self.nodes], dtype=bool)[self.of[self.made]]
@@ -106,7 +106,7 @@ class Rows:
         return size
 
     @cached_property
-    def away(self) -> np.ndarray:
+    def offloaded(self) -> np.ndarray:
         """Tensor → whether it is on the host."""
         sent = np.array([node.target is TO_HOST for node in self.nodes], dtype=bool)
         return sent[self.of[self.made]]
@@ -114,7 +114,7 @@ class Rows:
     @cached_property
     def root(self) -> np.ndarray:
         """Tensor → the tensor whose storage it shares."""
-        _, where, which = self._told[self._known].T
+        _, where, which = self._storages_of_results[self._known].T
         begin = np.searchsorted(self.reader, np.arange(len(self.of)))
         beside = np.clip(begin[self.made] + where, 0, max(0, len(self.source) - 1))
         source = self.source[beside] if len(self.source) else self.made
@@ -158,30 +158,30 @@ class Rows:
         return np.array([len(tensors_of(n.meta.get("val"))) for n in self.nodes], dtype=np.int64)
 
     @cached_property
-    def _told(self) -> np.ndarray:
+    def _storages_of_results(self) -> np.ndarray:
         """For each tensor of the nodes that were read: (bytes, where its storage is, which)."""
-        told: list[tuple[int, int, int]] = []
+        rows: list[tuple[int, int, int]] = []
         for node in self.nodes:
             tensors = tensors_of(node.meta.get("val"))
             if node.op != "call_function":
-                told += [(0, _OWN, 0)] * len(tensors)
+                rows += [(0, _OWN, 0)] * len(tensors)
                 continue
             if self.exchanged and node.target in (_SCATTER, _WAIT):
                 source = node.all_input_nodes[0]
                 if node.target is _SCATTER or source.target is _SCATTER:
                     made = source if node.target is _SCATTER else node
-                    told.append((made.meta["val"].untyped_storage().nbytes(), _OWN, 0))
+                    rows.append((made.meta["val"].untyped_storage().nbytes(), _OWN, 0))
                     continue
             for tensor, origin in zip(tensors, shares(node), strict=True):
                 if origin is None:
-                    told.append((tensor.untyped_storage().nbytes(), _OWN, 0))
+                    rows.append((tensor.untyped_storage().nbytes(), _OWN, 0))
                 else:
-                    told.append((0, *origin))
-        return np.array(told, dtype=np.int64).reshape(-1, 3)
+                    rows.append((0, *origin))
+        return np.array(rows, dtype=np.int64).reshape(-1, 3)
 
     @cached_property
     def _known(self) -> np.ndarray:
-        """Tensor → its line in `_told`."""
+        """Tensor → its line in `_storages_of_results`."""
         start = np.cumsum(self._many) - self._many
         place = np.arange(len(self.made)) - self.first[self.made]
         return start[self.of[self.made]] + place

@@ -29,7 +29,7 @@ from graphaccel.sharding.solve.check_placements import checked
 from graphaccel.sharding.solve.conversions import Counted, Rates
 from graphaccel.sharding.solve.head_parallel import HeadsDoNotDivide
 from graphaccel.sharding.solve.placements import placement_problem, solve_placements
-from graphaccel.sharding.solve.transfer_placements import placed_alike
+from graphaccel.sharding.solve.transfer_placements import transferred_placements
 
 T = TypeVar("T")
 # Without a cluster: an accelerator with 1 TB/s of memory and links of a tenth of that.
@@ -143,7 +143,7 @@ def _over(
     graph, placements = local.graph.graph, None
     if transfer is not None and axis in transfer.solved.placed:
         other, known = transfer.solved.placed[axis]
-        placements = placed_alike(
+        placements = transferred_placements(
             known, other, transfer.inputs, graph, step.inputs, transfer.run, transfer.more
         )
     placements = placements or _placements(axis, graph, step, request)

@@ -30,7 +30,7 @@ def check_together(pins: Pins, devices: int, has_loss: bool) -> None:
     _check_zero(pins, devices)
     _check_sequence(pins)
     _check_sends(pins)
-    _check_parameters_away(pins)
+    _check_offloaded_parameters(pins)
     _check_casts(pins, has_loss)
     _check_schedule(pins)
     if pins.stage_of:
@@ -128,7 +128,7 @@ def _check_casts(pins: Pins, has_loss: bool) -> None:
         raise BadPin(pin="cast_once", value=True, reason=reason, allowed=("False",))
 
 
-def _check_parameters_away(pins: Pins) -> None:
+def _check_offloaded_parameters(pins: Pins) -> None:
     """Check the pins that would keep full parameters on the device while parameters are
     offloaded."""
     if "parameters" not in (pins.offload or ()):

@@ -308,7 +308,7 @@ class _Kinds:
         """Equal for blocks of the same kind."""
         profile, storages = self.profile, self.profile.storages
         rows, makes, uses = self.rows[block], self.makes[block], self.uses[block]
-        kinds, sizes = profile.alike[0], profile.alike_storages[0]
+        kinds, sizes = profile.node_kinds[0], profile.storage_kinds[0]
         outer, source = self._sources(block)
         owed = storages.waits[outer] & ~self.back[outer]
         columns = (

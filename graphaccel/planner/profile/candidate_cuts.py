@@ -76,7 +76,7 @@ def _chosen_cross(profile: Profile) -> np.ndarray:
     """Whether rows that were dispatched to the ranks of their experts cross a cut after each
     position: messages between stages must have a size that is known beforehand."""
     crossing, lines = profile.crossing, profile.lines
-    chosen = lines.told([bool(n.meta.get("chosen")) for n in lines.nodes])
+    chosen = lines.by_row([bool(n.meta.get("chosen")) for n in lines.nodes])
     row = chosen[profile.storages.made[crossing.storage]]
     change = np.zeros(len(profile) + 1, dtype=np.int64)
     np.add.at(change, crossing.at[row], 1)

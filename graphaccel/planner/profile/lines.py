@@ -41,7 +41,7 @@ class Lines:
     results: np.ndarray
     modules: tuple[str, ...] = field(repr=False)
 
-    def told(self, values: list) -> np.ndarray:
+    def by_row(self, values: list) -> np.ndarray:
         """Values of the nodes that were read, expanded to every row."""
         return np.array(values)[self.of]
 
@@ -56,8 +56,8 @@ class Lines:
     def roots(self) -> tuple[np.ndarray, np.ndarray]:
         """(row, item) whose memory each row views: itself unless it is a view. item: -1 for all of
         its tensors."""
-        view = self.told([is_view(n) for n in self.nodes])
-        item = self.told([_item(n) for n in self.nodes])
+        view = self.by_row([is_view(n) for n in self.nodes])
+        item = self.by_row([_item(n) for n in self.nodes])
         first = np.arange(len(self.of))
         first[self.reader[::-1]] = self.source[::-1]  # of several, the first input stays
         root, part = np.arange(len(self.of)), np.full(len(self.of), -1)

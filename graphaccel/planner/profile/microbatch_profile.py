@@ -58,7 +58,7 @@ class SizedProfile:
         self._by_recomputation: WeakKeyDictionary[Recomputation, dict[str, Any]] = (
             WeakKeyDictionary()
         )
-        kind, first = profile.alike
+        kind, first = profile.node_kinds
         parted = [n for n in first if in_chunks(n)]
         self.chunks = chunk_sizes(parted, resolve, device)
         chunk = chunk or next(iter(self.chunks), 0)
@@ -93,7 +93,7 @@ class SizedProfile:
             self.host_backward += summed(starting, released)
         taken = [chunk_bytes(n, resolve, chunk) if n in parted else 0 for n in first]
         self._taken = np.array(taken, dtype=np.int64)
-        of, tensors = profile.alike_storages
+        of, tensors = profile.storage_kinds
         self.bytes = np.array([_bytes(t, resolve) for t in tensors], dtype=np.int64)[of]
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
@@ -188,7 +188,7 @@ class SizedProfile:
         size = self.bytes[here]
         change = self._at(storages.made[here], size, rows + 1)
         change -= self._at(last[here] + 1, size, rows + 1)
-        return np.cumsum(change)[:-1] - self._let_go() + self._taken[self._profile.alike[0]]
+        return np.cumsum(change)[:-1] - self._let_go() + self._taken[self._profile.node_kinds[0]]
 
     def _let_go(self) -> np.ndarray:
         """Bytes of saved values that a position's backward has already read for the last time, at
@@ -227,7 +227,7 @@ class SizedProfile:
 
         def made() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
             here, length = recomputation.rows, len(self._profile)
-            place, kind = self._profile.node_position[here], self._profile.alike[0][here]
+            place, kind = self._profile.node_position[here], self._profile.node_kinds[0][here]
             seconds, sent, starting = (
                 np.bincount(place, values[kind], minlength=length).astype(float)
                 for values in self._by_kind
@@ -248,7 +248,7 @@ class SizedProfile:
     @property
     def row_seconds(self) -> np.ndarray:
         """Seconds of the device for each joint row."""
-        return self._by_kind[0][self._profile.alike[0]]
+        return self._by_kind[0][self._profile.node_kinds[0]]
 
 
 def _bytes(tensor: Tensor, sizes: Sizes) -> int:

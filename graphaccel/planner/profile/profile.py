@@ -98,7 +98,7 @@ class Profile:
         self.lines = _lines(step) if lines is None else lines
         self.modules = self.lines.modules
         self.node_position = self.lines.place
-        self.node_forward = self.lines.told(
+        self.node_forward = self.lines.by_row(
             [n.meta.get("phase") != "backward" for n in self.lines.nodes]
         )
         self.block_names = tuple(block.name for block in step.blocks)
@@ -182,7 +182,7 @@ class Profile:
         return (np.array(only) > 0) & ~self.node_forward
 
     @cached_property
-    def alike(self) -> tuple[np.ndarray, list[fx.Node]]:
+    def node_kinds(self) -> tuple[np.ndarray, list[fx.Node]]:
         """For each node the number of its kind, and the first node of each kind: nodes of a kind do
         identical work at any size."""
         numbers: dict[Any, int] = {}
@@ -194,10 +194,10 @@ class Profile:
                 numbers[key] = len(first)
                 first.append(node)
             kinds.append(numbers[key])
-        return self.lines.told(kinds), first
+        return self.lines.by_row(kinds), first
 
     @cached_property
-    def alike_storages(self) -> tuple[np.ndarray, list[Tensor]]:
+    def storage_kinds(self) -> tuple[np.ndarray, list[Tensor]]:
         """For each storage the number of its kind, and the first tensor of each kind: storages of a
         kind have the same bytes at any size."""
         numbers: dict[Any, int] = {}
@@ -325,7 +325,7 @@ class Profile:
     def node_released(self) -> np.ndarray:
         """Calls of the forward that cast a parameter (`passes.parameters.recompute_casts` repeats
         them for the backward)."""
-        cast = self.lines.told([n.target is _CAST for n in self.lines.nodes])
+        cast = self.lines.by_row([n.target is _CAST for n in self.lines.nodes])
         return cast & self._of_parameters & self.node_forward
 
     @cached_property
@@ -338,7 +338,7 @@ class Profile:
         direct = np.zeros(len(lines.of), dtype=bool)
         direct[lines.reader[own[lines.source]]] = True
         plain = [set(n.kwargs) == {"dtype"} and n.kwargs["dtype"] in _LOW for n in lines.nodes]
-        return self.node_released & direct & lines.told(plain)
+        return self.node_released & direct & lines.by_row(plain)
 
     @cached_property
     def node_added(self) -> np.ndarray:
@@ -346,7 +346,7 @@ class Profile:
         they write into the buckets themselves (`passes.gradients.accumulate_gradients`)."""
         found = np.zeros(len(self.lines.of), dtype=bool)
         found[self.storages.made[self.storages.gradient]] = True
-        return found & self.lines.told([_is_result(n) for n in self.lines.nodes])
+        return found & self.lines.by_row([_is_result(n) for n in self.lines.nodes])
 
     @cached_property
     def held_casts(self) -> tuple[np.ndarray, ...]:
@@ -360,12 +360,12 @@ class Profile:
     @cached_property
     def node_views(self) -> np.ndarray:
         """Calls that are views of another call's result."""
-        return self.lines.told([is_view(n) for n in self.lines.nodes])
+        return self.lines.by_row([is_view(n) for n in self.lines.nodes])
 
     @cached_property
     def node_gathers(self) -> np.ndarray:
         """Calls that all-gather values of other devices."""
-        return self.lines.told([KINDS.get(n.target) == "all-gather" for n in self.lines.nodes])
+        return self.lines.by_row([KINDS.get(n.target) == "all-gather" for n in self.lines.nodes])
 
     @cached_property
     def _of_parameters(self) -> np.ndarray:
@@ -373,9 +373,9 @@ class Profile:
         lines = self.lines
         given = np.zeros(len(lines.of), dtype=bool)
         given[lines.inputs] = [spec.kind == "batch" for spec in self.step.inputs]
-        apart = lines.told([n.op == "placeholder" for n in lines.nodes]) & ~lines.reached(given)
+        apart = lines.by_row([n.op == "placeholder" for n in lines.nodes]) & ~lines.reached(given)
         alone = np.bincount(lines.reader, minlength=len(lines.of)) == 1
-        alone &= lines.told([n.op == "call_function" for n in lines.nodes])
+        alone &= lines.by_row([n.op == "call_function" for n in lines.nodes])
         behind = np.arange(len(lines.of))
         single = alone[lines.reader]
         behind[lines.reader[single]] = lines.source[single]
@@ -400,16 +400,16 @@ def _asked(node: fx.Node) -> Any:
         return None
     order = {n: i for i, n in enumerate(node.all_input_nodes)}
 
-    def told(value: Any) -> Any:
+    def key_of(value: Any) -> Any:
         if isinstance(value, fx.Node):
             within = first_input(value) if value.target is torch.ops.aten.expand.default else value
             return order[value], *_sized(value), within.meta.get("dims")
         if isinstance(value, (list, tuple)):
-            return tuple(told(v) for v in value)
+            return tuple(key_of(v) for v in value)
         return str(value)
 
     given = (*node.args, *node.kwargs.values())
-    return node.target, left_readers(node), tuple(told(v) for v in given), *_sized(node)
+    return node.target, left_readers(node), tuple(key_of(v) for v in given), *_sized(node)
 
 
 def _sized(node: fx.Node) -> tuple[Any, str]:

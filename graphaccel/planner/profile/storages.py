@@ -138,7 +138,7 @@ def find_storages(
     views = [is_view(n) for n in lines.nodes]
     made = [[] if view else _tensors(n) for n, view in zip(lines.nodes, views, strict=True)]
     tensors = tuple(tensor for own in made for tensor in own)
-    many = lines.told([len(own) for own in made])
+    many = lines.by_row([len(own) for own in made])
     begin = np.cumsum(many) - many  # a row's first storage
     row = np.repeat(np.arange(len(many)), many)
     part = np.arange(len(row)) - begin[row]
@@ -149,7 +149,7 @@ def find_storages(
     number[lines.inputs] = np.arange(len(step.inputs))
     held = np.zeros(len(lines.of), dtype=bool)
     held[lines.inputs] = [spec.kind in _HELD for spec in step.inputs]
-    random = lines.told([is_random(n) for n in lines.nodes])
+    random = lines.by_row([is_random(n) for n in lines.nodes])
     bound = lines.reached(random | held)
 
     root, item = lines.roots()
@@ -173,11 +173,11 @@ def find_storages(
         value=number[row] < 0,
         input=number[row],
         common=~bound[row],
-        kept=(random | lines.told([is_kept(n) for n in lines.nodes]))[row],
+        kept=(random | lines.by_row([is_kept(n) for n in lines.nodes]))[row],
         released=released[row],
         floating=floating[tensor],
         gradient=gradient,
-        replicated=lines.told([n.meta.get("replicated", False) for n in lines.nodes])[row],
+        replicated=lines.by_row([n.meta.get("replicated", False) for n in lines.nodes])[row],
         item_bytes=width[tensor],
         uses=(storage, by, position[by], forward[by]),
     )

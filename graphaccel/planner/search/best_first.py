@@ -14,9 +14,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from graphaccel.planner.search.candidate_queue import Promising, Row
+from graphaccel.planner.search.candidate_queue import CandidateQueue, Row
 from graphaccel.planner.search.candidates import WORTH, Layout, plain_with
-from graphaccel.planner.search.heuristic import guess
+from graphaccel.planner.search.heuristic import estimate_best
 from graphaccel.planner.search.search_state import Pass
 
 _SOLVED = 160  # candidates that are solved at most
@@ -27,19 +27,19 @@ _BUILT = 6  # layouts whose graphs are built at most; those with a tensor axis o
 # Of 460 candidates of Llama-3-405B on 1,024 to 16,384 devices none took less than 0.94 of the
 # estimate on its layout's own graph; on the graph of another layout estimates were too short, by 0
 # to 37 %.
-_PROMISING, _UNMADE = 1.07, 1.05
+_LIKELY, _UNMADE = 1.07, 1.05
 # Stages of less than a block take a second each to build, and send values from inside blocks: they
 # are tried last, and only if none of the others fits.
 _INSIDE = 1.07
 
 
-def guided(work: Pass) -> Iterator[tuple[int, float]]:
+def best_first(work: Pass) -> Iterator[tuple[int, float]]:
     """Solve the candidates; yields each time how many are done and the seconds that none of the
     others can beat."""
-    yield from _Guided(work).run()
+    yield from _BestFirst(work).run()
 
 
-class _Guided:
+class _BestFirst:
     """guessed: estimated seconds of each layout's best shape. slower: by which factor estimates
     rose when the graph was built, by the axes of the layout. crowded: of each layout's shapes,
     whether they are far from fitting without recomputation. taken: numbers of the shapes that were
@@ -50,7 +50,7 @@ class _Guided:
     def __init__(self, work: Pass) -> None:
         self.work = work
         self.groups = dict(work.meshes)
-        self.queue = Promising()
+        self.queue = CandidateQueue()
         self.guessed: dict[Layout, float] = {}
         self.slower: dict[tuple[bool, bool], float] = {}
         self.crowded: dict[Layout, np.ndarray] = {}
@@ -73,7 +73,7 @@ class _Guided:
                 if work.limit < math.inf or not self.queue.return_later():
                     break
                 self.beyond = math.inf  # nothing smaller fits
-            elif row.seconds > _PROMISING * work.limit:
+            elif row.seconds > _LIKELY * work.limit:
                 break
             elif work.bound(row.first) * WORTH > work.limit:
                 self.queue.back(row.rest)
@@ -96,7 +96,7 @@ class _Guided:
                 continue
             self._push(layout)
             best = min(best, self.guessed[layout])
-            if self.guessed[layout] > _PROMISING * best:
+            if self.guessed[layout] > _LIKELY * best:
                 self.beyond = layout.tensor  # larger ones send more, of smaller matmuls
                 break
         for layout in self.groups:
@@ -111,11 +111,13 @@ class _Guided:
         if not meshes:
             return
         of, made = work.columns[layout], work.bounds.built(layout)
-        about, self.crowded[layout] = guess(work.bounds, of, work.bounds.seconds(of, even=True))
+        about, self.crowded[layout] = estimate_best(
+            work.bounds, of, work.bounds.seconds(of, even=True)
+        )
         self.guessed[layout] = float(about.min())
         if made and self.guessed[layout] < math.inf > before > 0:
             self.slower[_axes(layout)] = max(1.0, self.guessed[layout] / before)
-        seen = (about <= _PROMISING * work.limit) & (made | (about < math.inf))
+        seen = (about <= _LIKELY * work.limit) & (made | (about < math.inf))
         weighed = about * np.where(plain_with(work.pins, layout, of.zero), 1.0, WORTH)
         weighed *= np.where(self._inside(of.pipeline * of.interleave), _INSIDE, 1.0)
         self.queue.put(layout, meshes, np.where(seen, weighed, np.nan), of.order)
@@ -173,7 +175,7 @@ class _Guided:
         work, found = self.work, [np.array(self.skipped)]
         for layout, meshes in self.groups.items():
             if meshes:
-                free = np.delete(work.told_of(layout).seconds, self.taken[layout])
+                free = np.delete(work.shape_bounds(layout).seconds, self.taken[layout])
                 work.outcome.tally.pruned += len(work.choices) * len(free)
                 found.append(free)
         skipped, *rest = (bounds[bounds * WORTH <= work.limit] for bounds in found)

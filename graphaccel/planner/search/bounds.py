@@ -133,9 +133,9 @@ class Sums:
 class Bounds:
     """Lower bounds on seconds and bytes for the candidates of one problem."""
 
-    def __init__(self, problem: Problem, base: Plan, alike: dict[Any, Any] | None = None) -> None:
+    def __init__(self, problem: Problem, base: Plan, cached: dict[Any, Any] | None = None) -> None:
         """alike: cache of what does not depend on what is offloaded, shared with other searches."""
-        self._alike = {} if alike is None else alike
+        self._alike = {} if cached is None else cached
         self._problem, self._base = problem, base
         self._refused: set[Layout] = set()
         self._built: set[Layout] = set()
@@ -260,28 +260,28 @@ class Bounds:
         known = self.nearest(of.layout)
         sizes, place = of.sizes
         ends = sizes[0], sizes[-1]
-        return _spread([self.alike(_sums, known, size, ends) for size in sizes], place)
+        return _spread([self.cached(_sums, known, size, ends) for size in sizes], place)
 
     def _outside(self, known: Layout, of: Columns) -> tuple[LeastMoved, np.ndarray]:
         kinds, place = of.over_data
         asked = [(known, of.layout, *kind) for kind in kinds]
         late = np.array([self._once(_late, *key) for key in asked])
-        return _spread([self.alike(_moving, *key) for key in asked], place), late[place]
+        return _spread([self.cached(_moving, *key) for key in asked], place), late[place]
 
-    def alike(self, make: Callable[..., T], *key: Any) -> T:
+    def cached(self, make: Callable[..., T], *key: Any) -> T:
         """The result of `make` for these bounds and a key, cached; it must not depend on what is
         offloaded."""
-        return _made(self._alike, self, make, key)
+        return _computed(self._alike, self, make, key)
 
     def _once(self, make: Callable[..., T], *key: Any) -> T:
-        return _made(self._known, self, make, key)
+        return _computed(self._known, self, make, key)
 
     def plan(self, layout: Layout, **decided: Any) -> Plan:
         """A plan of this problem on a layout."""
         return replace(self._base, **vars(layout), **decided)
 
 
-def _made(known: dict[Any, Any], bounds: Bounds, make: Callable[..., T], key: Any) -> T:
+def _computed(known: dict[Any, Any], bounds: Bounds, make: Callable[..., T], key: Any) -> T:
     asked = make, *key
     if asked not in known:
         known[asked] = make(bounds, *key)
@@ -344,7 +344,7 @@ def _spread(found: Sequence[T], place: np.ndarray) -> T:
 def recompute_curve(bounds: Bounds, known: Layout, small: int) -> tuple[np.ndarray, np.ndarray]:
     """(shares of the saved bytes that recomputation can free, ascending from 0 to 1; share of the
     forward that is recomputed for it), the cheapest first, for one microbatch size."""
-    profile, sized = bounds.alike(_sized, known, small)
+    profile, sized = bounds.cached(_sized, known, small)
     steps: list[tuple[float, float, float]] = []  # seconds per byte, bytes, seconds
     for kind, ways in zip(profile.block_kinds, ways_of(profile, sized), strict=True):
         ends = [(0, 0.0), *((way.less, way.seconds) for way in ways)]
@@ -379,19 +379,19 @@ def _least_lean(bounds: Bounds, known: Layout, small: int, ends: tuple[int, int]
     their linear interpolation. It is a minimum of many sums of bytes, and the minimum of linear
     sums is concave."""
     low, high = ends
-    asked = [bounds.alike(_sized, known, size) for size in (low, small, high)]
+    asked = [bounds.cached(_sized, known, size) for size in (low, small, high)]
     if small in ends or len({id(profile) for profile, _ in asked}) > 1:
-        return bounds.alike(_lean, known, small)
+        return bounds.cached(_lean, known, small)
     each = [sized.bytes for _, sized in asked]
     between = each[0] * (high - small) + each[2] * (small - low)
     if (each[1] * (high - low) < between).any():
-        return bounds.alike(_lean, known, small)
-    least, most = (bounds.alike(_lean, known, size) for size in ends)
+        return bounds.cached(_lean, known, small)
+    least, most = (bounds.cached(_lean, known, size) for size in ends)
     return (least * (high - small) + most * (small - low)) // (high - low)
 
 
 def _sums(bounds: Bounds, known: Layout, small: int, ends: tuple[int, int]) -> Sums:
-    profile, sized = bounds.alike(_sized, known, small)
+    profile, sized = bounds.cached(_sized, known, small)
     lean = _least_lean(bounds, known, small, ends)
     cuts = candidate_cuts(profile, sized).bytes
     return Sums(
@@ -436,7 +436,7 @@ def _between(
     """The profile that represents such plans, and one of these plans."""
     shard = over if over < data else 0
     plan = bounds.plan(layout, data=data, pipeline=pipeline, zero=zero, shard_size=shard)
-    return bounds.alike(_profile, known), plan
+    return bounds.cached(_profile, known), plan
 
 
 def _profile(bounds: Bounds, known: Layout) -> Profile:

@@ -12,7 +12,7 @@ from dataclasses import astuple
 from itertools import chain
 
 from graphaccel.planner.plan.pins import Pins
-from graphaccel.planner.search.best_first import guided
+from graphaccel.planner.search.best_first import best_first
 from graphaccel.planner.search.candidates import WORTH, Layout, Shape, plain
 from graphaccel.planner.search.exhaustive import solve_whole
 from graphaccel.planner.search.impossible import indivisible, no_shape
@@ -76,7 +76,7 @@ def _run(work: Pass, large: bool) -> Iterator[tuple[int, float]]:
     """Solve the candidates; yields how many are done and the seconds that none of the others can
     beat."""
     done, tally = 0, work.outcome.tally
-    for many, bound in guided(work) if large else chain(_plain(work), _others(work)):
+    for many, bound in best_first(work) if large else chain(_plain(work), _others(work)):
         done += many
         yield done, bound
     if not work.outcome.fitting and work.goal == math.inf:  # which of them misses least

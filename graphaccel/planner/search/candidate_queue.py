@@ -51,7 +51,7 @@ class Row:
         return replace(self, next=self.next + 1)
 
 
-class Promising:
+class CandidateQueue:
     """The rows of all layouts. A popped row leaves the queue, unless it is pushed back."""
 
     def __init__(self) -> None:

@@ -53,7 +53,7 @@ def check_offload(pins: Pins, problem: Problem) -> None:
         raise BadPin(pin="offload", value=said, reason=reason, allowed=("none",))
 
 
-def check_products(pins: Pins, problem: Problem) -> None:
+def check_matmul_rates(pins: Pins, problem: Problem) -> None:
     """Raises BadPin (GA202) for a precision whose matmuls the devices do not support; the error
     names the precisions that are no slower there than float32."""
     dtype = PRECISIONS[pins.precision or "fp32"].products

@@ -20,7 +20,7 @@ from graphaccel.planner.search.bounds import Bounds, Columns, over_parameters, r
 _CROWDED = 1.5
 
 
-def guess(bounds: Bounds, of: Columns, least: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def estimate_best(bounds: Bounds, of: Columns, least: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(seconds of each shape's best recompute choice, infinity where none seems to fit; whether it
     is far from fitting without recomputation).
 
@@ -37,7 +37,7 @@ def guess(bounds: Bounds, of: Columns, least: np.ndarray) -> tuple[np.ndarray, n
     waiting = in_flight(of) / of.pipeline / extra
     room = cluster.tensor_budget - held / of.pipeline - sums.passing / extra
     kept, lean = sums.kept * waiting, sums.lean * waiting
-    shares, costs = bounds.alike(recompute_curve, known, int(of.small.min()))
+    shares, costs = bounds.cached(recompute_curve, known, int(of.small.min()))
     forward = (sums.work - sums.backward) / extra / of.pipeline
     if "activations" in bounds.offload:
         kept = lean = np.zeros_like(room)  # the part of them that stays on the device is small

@@ -17,7 +17,7 @@ import numpy as np
 
 from graphaccel.planner.cluster.cluster import Cluster
 from graphaccel.planner.estimate.estimated_memory import predict_memory
-from graphaccel.planner.estimate.optimizer_memory import Stepping
+from graphaccel.planner.estimate.optimizer_memory import OptimizerMemory
 from graphaccel.planner.estimate.stage_costs import held_together, sized_for
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.profile.candidate_cuts import stage_positions
@@ -36,7 +36,7 @@ def needed(
     plan: Plan,
     cluster: Cluster,
     optimizer_bytes: int,
-    stepping: Stepping,
+    stepping: OptimizerMemory,
     options: Sequence[Sequence[BlockOption]],
     least: int,
 ) -> Choice:

@@ -33,7 +33,7 @@ from graphaccel.errors import SplitRefused, TooManyStages
 from graphaccel.errors.messages import format_bytes
 from graphaccel.planner.cluster.cluster import Cluster
 from graphaccel.planner.estimate.external_loss import outside_notes
-from graphaccel.planner.estimate.optimizer_memory import NOTHING, Stepping
+from graphaccel.planner.estimate.optimizer_memory import NOTHING, OptimizerMemory
 from graphaccel.planner.plan.conflicts import agreeing_pins
 from graphaccel.planner.plan.limits import Limit, Limits
 from graphaccel.planner.plan.offload import offload_text
@@ -44,8 +44,8 @@ from graphaccel.planner.profile.profile import Profile
 from graphaccel.planner.search.branch_and_bound import solve_all
 from graphaccel.planner.search.capabilities import (
     check_chunk,
+    check_matmul_rates,
     check_offload,
-    check_products,
     offered,
     planned_notes,
 )
@@ -77,7 +77,7 @@ def search(
     record: Record | None = None,
     shardable: bool = True,
     profiles: Layouts | None = None,
-    stepping: Stepping = NOTHING,
+    stepping: OptimizerMemory = NOTHING,
 ) -> Plan:
     """The fastest plan that fits, with its prediction, alternatives, notes and certificate.
 
@@ -106,7 +106,7 @@ def search(
     record = Record() if record is None else record
     record.asked(problem, decided, batch, dict(pins), refine)
     check_offload(decided, problem)
-    check_products(decided, problem)
+    check_matmul_rates(decided, problem)
     check_chunk(decided, problem.profile.in_chunks)
     best, outcome, corrected, notes = _chosen(problem, decided, batch, refine, record)
     record.corrected = corrected
@@ -120,8 +120,8 @@ def search(
             *outside_notes(step, best, cluster),
             *planned_notes(best),
             *context_notes(
-                problem.layouts.of(best).alike[1],
-                problem.profile.alike[1],
+                problem.layouts.of(best).node_kinds[1],
+                problem.profile.node_kinds[1],
                 context=best.context,
                 tensor=best.tensor,
             ),
@@ -145,12 +145,12 @@ def _chosen(
         if outcome.fitting:
             given = problem, wanted, outcome, batch, refine, record.refused
             about = outcome.fitting[0]
-            if not tried and (away := _away(*given, about)) is not None:
+            if not tried and (away := _with_offload(*given, about)) is not None:
                 return away
             best, notes, corrected = _proved(*given)
             if best is not None:
                 slower = not tried and seconds(best) > seconds(about)  # than predicted
-                if slower and (away := _away(*given, best)) is not None:
+                if slower and (away := _with_offload(*given, best)) is not None:
                     return away
                 break
         tried.append((outcome, corrected))
@@ -164,7 +164,7 @@ def _chosen(
     return best, outcome, corrected, notes
 
 
-def _away(
+def _with_offload(
     problem: Problem,
     pins: Pins,
     outcome: Outcome,

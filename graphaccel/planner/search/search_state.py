@@ -40,7 +40,7 @@ _ACTIONS = 150_000  # forwards of schedules that are simulated at the end: a sec
 _PLAYED = 20_000  # forwards of a schedule that is simulated to prune candidates
 
 
-class Told(NamedTuple):
+class ShapeBounds(NamedTuple):
     """For each of some shapes: the lower bound in seconds, and whether it is too big in any
     case."""
 
@@ -93,7 +93,7 @@ class Pass:
             (pins.outputs or "loss") if step.has_loss else "all",
         )
         self.bounds = Bounds(problem, self.base, shared.bounds)
-        self._told: dict[tuple[Layout, Layout], Told] = {}
+        self._shape_bounds: dict[tuple[Layout, Layout], ShapeBounds] = {}
         self._places: dict[Layout, dict[Shape, int]] = {}
         self.settled: set[Shape] = set()
         self.times: list[float] = []
@@ -129,16 +129,16 @@ class Pass:
             known[away] = _Candidates(own, apart, cols)
         return known[away]
 
-    def told_of(self, layout: Layout) -> Told:
+    def shape_bounds(self, layout: Layout) -> ShapeBounds:
         """The bounds of a layout's shapes without their recompute choice; recomputed once the
         graph of the layout is built."""
         key = layout, self.bounds.nearest(layout)
-        if key not in self._told:
+        if key not in self._shape_bounds:
             if not self.meshes[layout]:
-                return Told(np.empty(0), np.empty(0, dtype=bool))
+                return ShapeBounds(np.empty(0), np.empty(0, dtype=bool))
             of = self.columns[layout]
-            self._told[key] = Told(self.bounds.seconds(of), self.bounds.too_big(of))
-        return self._told[key]
+            self._shape_bounds[key] = ShapeBounds(self.bounds.seconds(of), self.bounds.too_big(of))
+        return self._shape_bounds[key]
 
     def place(self, mesh: Shape) -> int:
         """The index of a mesh among those of its layout."""
@@ -149,16 +149,18 @@ class Pass:
 
     def bound(self, mesh: Shape) -> float:
         """Seconds that a mesh can not beat, however much is recomputed."""
-        return float(self.told_of(mesh.layout).seconds[self.place(mesh)])
+        return float(self.shape_bounds(mesh.layout).seconds[self.place(mesh)])
 
     def of_layout(self, layout: Layout) -> float:
         """Seconds that no candidate of a layout that may fit can beat."""
-        told = self.told_of(layout)
+        told = self.shape_bounds(layout)
         return float(min(told.seconds[~told.big], default=math.inf))
 
     def least(self) -> float:
         """Seconds that no candidate can beat."""
-        return float(min(self.told_of(x).seconds.min() for x, own in self.meshes.items() if own))
+        return float(
+            min(self.shape_bounds(x).seconds.min() for x, own in self.meshes.items() if own)
+        )
 
     def known(self, shape: Shape) -> bool:
         """Whether a shape need not be solved, because it is no better than others or can not fit: a
@@ -182,7 +184,7 @@ class Pass:
         """Solve a candidate, in each order of its axes. floor: defer it (`late`) where it is too
         big in any case."""
         problem, pins, outcome = self.problem, self.pins, self.outcome
-        if floor and self.prune and self.told_of(shape.layout).big[self.place(shape.mesh)]:
+        if floor and self.prune and self.shape_bounds(shape.layout).big[self.place(shape.mesh)]:
             self.late.append((bound, shape))
             outcome.cramped = min(outcome.cramped, bound)
             outcome.tally.infeasible += 1

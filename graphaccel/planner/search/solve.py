@@ -13,7 +13,7 @@ from graphaccel.errors import BadPin, TooManyStages
 from graphaccel.planner.cluster.cluster import Cluster
 from graphaccel.planner.estimate.estimate import predict, predict_seconds
 from graphaccel.planner.estimate.estimated_memory import predict_memory
-from graphaccel.planner.estimate.optimizer_memory import NOTHING, Stepping
+from graphaccel.planner.estimate.optimizer_memory import NOTHING, OptimizerMemory
 from graphaccel.planner.estimate.stage_costs import flight, sized_for
 from graphaccel.planner.estimate.stage_messages import gathered_bytes, scatters
 from graphaccel.planner.plan.axis_orders import orders
@@ -41,7 +41,7 @@ class Problem:
     limits: Limits
     shardable: bool = True
     stages: tuple[tuple[str, int], ...] = ()
-    stepping: Stepping = NOTHING
+    stepping: OptimizerMemory = NOTHING
 
     @property
     def profile(self) -> Profile:

@@ -24,7 +24,7 @@ from graphaccel.ir.values import returned
 from graphaccel.runtime.inductor.partition import Piece, pieces, signature
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
-Tell = Callable[[str, str, float], None]
+Report = Callable[[str, str, float], None]
 PHASES = ("forward", "backward", "weight")
 
 
@@ -40,7 +40,7 @@ class StageCompiler:
     """Compiles the graphs of stages. tell: called with (phase, what, seconds) for each stage.
     known: compiled code by signature: identical pieces share it."""
 
-    tell: Tell
+    report: Report
     known: dict[Hashable, Boxed] = field(default_factory=dict, repr=False)
 
     def stage(self, program: StageProgram, phases: Sequence[str] = PHASES) -> StageProgram:
@@ -65,7 +65,7 @@ class StageCompiler:
         )
         made_now = len(self.known) - before
         what = f"stage {program.stage}, {len(done)} pieces by Inductor, {made_now} unlike"
-        self.tell("compile", what, time.perf_counter() - start)
+        self.report("compile", what, time.perf_counter() - start)
         return made
 
     def _graph(self, module: fx.GraphModule, stage: int, phase: str, done: list[int]) -> Any:

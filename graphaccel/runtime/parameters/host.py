@@ -28,7 +28,7 @@ class HostCopies:
         self._device = device
         self._kept: dict[int, tuple[nn.Parameter, Tensor]] = {}
 
-    def twin(self, key: int, local: Tensor, gradient: Tensor) -> nn.Parameter:
+    def copy_of(self, key: int, local: Tensor, gradient: Tensor) -> nn.Parameter:
         """The host's copy of a parameter with its gradient; valid after `wait`.
 
         local, gradient: of the same shape, on the device. key: the parameter's identity.
@@ -57,6 +57,6 @@ class HostCopies:
 
     def tensors(self) -> Iterator[Tensor]:
         """Parameters and gradients held on the host."""
-        for twin, gradient in self._kept.values():
-            yield twin
+        for copy_of, gradient in self._kept.values():
+            yield copy_of
             yield gradient

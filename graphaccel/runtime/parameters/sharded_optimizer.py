@@ -47,7 +47,7 @@ def check_elementwise(optimizer: Optimizer) -> None:
         raise NotElementwise(optimizer=type(optimizer).__name__, known=tuple(sorted(ELEMENTWISE)))
 
 
-class Twins:
+class ShardedOptimizer:
     """Hooks around one optimizer that swap parameters for their twins.
 
     layouts: of optimizer state, by name of the parameter, then by its identity; without splits
@@ -64,7 +64,7 @@ class Twins:
     ) -> None:
         self.layouts = {id(parameters[n]): layout for n, layout in layouts.items()}
         self._bucket_bytes, self._host = bucket_bytes, host
-        self._twins: dict[int, nn.Parameter] = {}
+        self._stepped: dict[int, nn.Parameter] = {}
         self._swapped: list[tuple[nn.Parameter, nn.Parameter]] = []
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)
@@ -79,60 +79,60 @@ class Twins:
                 help_line="call the closure first, then optimizer.step()",
             )
         for group in optimizer.param_groups:
-            group["params"] = [self._twin_of(p, optimizer) for p in group["params"]]
+            group["params"] = [self._local_parameter(p, optimizer) for p in group["params"]]
         if self._host is not None:
             self._host.wait()
 
-    def _twin_of(self, parameter: nn.Parameter, optimizer: Optimizer) -> nn.Parameter:
+    def _local_parameter(self, parameter: nn.Parameter, optimizer: Optimizer) -> nn.Parameter:
         layout, gradient = self.layouts.get(id(parameter)), parameter.grad
         on_host = self._host is not None and gradient is not None
         if layout is None or not (layout.splits or on_host):
             return parameter
         local = _local(parameter, layout)
         if self._host is not None and gradient is not None:
-            twin = self._host.twin(id(parameter), local, _local(gradient, layout))
+            stepped = self._host.copy_of(id(parameter), local, _local(gradient, layout))
         else:
-            twin = self._on_device(id(parameter), local, parameter.requires_grad)
-            twin.grad = None if gradient is None else _local(gradient, layout)
+            stepped = self._on_device(id(parameter), local, parameter.requires_grad)
+            stepped.grad = None if gradient is None else _local(gradient, layout)
         if parameter in optimizer.state:
             state = optimizer.state.pop(parameter)
-            optimizer.state[twin] = self._host.state(state) if self._host is not None else state
-        self._swapped.append((parameter, twin))
-        return twin
+            optimizer.state[stepped] = self._host.state(state) if self._host is not None else state
+        self._swapped.append((parameter, stepped))
+        return stepped
 
     def _on_device(self, key: int, local: torch.Tensor, trained: bool) -> nn.Parameter:
         """The shard itself as a parameter."""
-        twin = self._twins.get(key)
-        if twin is None or twin.data_ptr() != local.data_ptr():
-            twin = self._twins[key] = nn.Parameter(local, requires_grad=trained)
-        return twin
+        stepped = self._stepped.get(key)
+        if stepped is None or stepped.data_ptr() != local.data_ptr():
+            stepped = self._stepped[key] = nn.Parameter(local, requires_grad=trained)
+        return stepped
 
     def _restore(self, optimizer: Optimizer) -> None:
         """Restore groups and state to the user's parameters."""
-        known = {id(twin): parameter for parameter, twin in self._swapped}
+        known = {id(stepped): parameter for parameter, stepped in self._swapped}
         for group in optimizer.param_groups:
             group["params"] = [known.get(id(p), p) for p in group["params"]]
-        for parameter, twin in self._swapped:
-            if twin in optimizer.state:
-                optimizer.state[parameter] = optimizer.state.pop(twin)
+        for parameter, stepped in self._swapped:
+            if stepped in optimizer.state:
+                optimizer.state[parameter] = optimizer.state.pop(stepped)
         self._swapped = []
 
     @torch.no_grad()
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
         swapped = self._swapped
         self._restore(optimizer)
-        stepped = []
-        for parameter, twin in swapped:
+        to_gather = []
+        for parameter, stepped in swapped:
             layout = self.layouts[id(parameter)]
             if layout.padded and (rest := _rest(parameter, layout)).padded:  # stepped apart
-                rest.here(_held(parameter)).copy_(rest.real(twin.detach()), non_blocking=True)
-                self._twins.pop(id(parameter), None)
-            elif twin.data_ptr() != (local := _local(parameter, layout)).data_ptr():
-                local.copy_(twin.detach(), non_blocking=True)  # its memory was replaced
-            if twin.grad is not None and _rests_whole(parameter, layout):
-                stepped.append(parameter)
-            twin.grad = None
-        self._gather(stepped)
+                rest.here(_held(parameter)).copy_(rest.real(stepped.detach()), non_blocking=True)
+                self._stepped.pop(id(parameter), None)
+            elif stepped.data_ptr() != (local := _local(parameter, layout)).data_ptr():
+                local.copy_(stepped.detach(), non_blocking=True)  # its memory was replaced
+            if stepped.grad is not None and _is_full(parameter, layout):
+                to_gather.append(parameter)
+            stepped.grad = None
+        self._gather(to_gather)
 
     def _gather(self, parameters: Sequence[nn.Parameter]) -> None:
         """All-gather the full tensors of replicated parameters from the shards of all ranks: in
@@ -206,5 +206,5 @@ def _rest(tensor: torch.Tensor, layout: Layout) -> Layout:
     return Layout(_held(tensor).shape, layout.splits[done:], layout.mesh) if done else layout
 
 
-def _rests_whole(parameter: torch.Tensor, layout: Layout) -> bool:
+def _is_full(parameter: torch.Tensor, layout: Layout) -> bool:
     return _held(parameter).shape != layout.local_shape

@@ -133,7 +133,7 @@ def place_batch(
     )
 
 
-def _lies(place: Placement) -> tuple[int, int] | None:
+def _sharded_dim(place: Placement) -> tuple[int, int] | None:
     """The sharded dim of a value and the sections before the batch in it; None if not sharded."""
     if isinstance(place, int):
         return place, 1
@@ -261,7 +261,7 @@ class _State:
     def _without_rule(self, node: fx.Node, tensors: list[fx.Node], places: list) -> None:
         """Any op may run on unsplit values, such as one that reads only weights and gradients of
         weights (the matrix exponential that keeps a weight orthogonal)."""
-        sharded = any(_lies(place) for place in places)
+        sharded = any(_sharded_dim(place) for place in places)
         if sharded or node.target in _READ_MEMORY:
             self._refuse(node, f"{node.target} {NO_RULE}")
             return
@@ -316,7 +316,7 @@ class _State:
             return self.slices[node]
         names = rule.inputs[position]
         for other, place in zip(rule.inputs, places, strict=False):
-            at = _lies(place)
+            at = _sharded_dim(place)
             if at is not None and other[at[0]] in names and other[at[0]] not in ("", "1"):
                 self.slices[node] = _placed(names.index(other[at[0]]), at[1] or 1)
                 return self.slices[node]
@@ -354,7 +354,7 @@ class _State:
 
     def _apply(self, node: fx.Node, rule: Notation, tensors: list[fx.Node], places: list) -> None:
         places = [REPLICATED if i in rule.unread else p for i, p in enumerate(places)]
-        split = [(i, *at) for i, p in enumerate(places) if (at := _lies(p))]
+        split = [(i, *at) for i, p in enumerate(places) if (at := _sharded_dim(p))]
         sharded = {rule.inputs[i][dim] for i, dim, _ in split}
         partial = {i for i, p in enumerate(places) if p == PARTIAL}
         outers = {outer for _, _, outer in split} - {_ANY}
@@ -415,7 +415,7 @@ class _State:
 
     def _regroup(self, node: fx.Node, source: fx.Node, place: Placement) -> None:
         """Place a reshape that merges dims before the batch with it, or splits them off."""
-        dim, outer = _lies(place) or (0, _ANY)
+        dim, outer = _sharded_dim(place) or (0, _ANY)
         found = None
         if outer != _ANY:
             found = reshaped(shape_of(source), shape_of(node), dim, outer, self.size)

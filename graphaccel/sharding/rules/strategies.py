@@ -62,7 +62,7 @@ def rows_of(
         for sources, targets in _carried(node, ranks, inputs, outputs):
             found[Row(sources, targets)] = None
     elif node.target in UNIFORM | COUNTS:
-        for row in _made(node, ranks, outputs):
+        for row in _factories(node, ranks, outputs):
             found[row] = None
     else:
         for index, like in _indices(notation, inputs, outputs):
@@ -180,7 +180,7 @@ def _sharded(node: fx.Node, notation: Notation, index: str, like: Shard, ranks: 
     return Row(tuple(inputs), tuple(outputs), lowering)
 
 
-def _made(node: fx.Node, ranks: int, outputs: Sequence[Shards]) -> Iterator[Row]:
+def _factories(node: fx.Node, ranks: int, outputs: Sequence[Shards]) -> Iterator[Row]:
     """Tensors filled with a number: a shard is a smaller one; of a `like` op it follows its
     input."""
     if node.target in COUNTS or is_random(node):

@@ -23,7 +23,7 @@ from graphaccel.sharding.rules.shard import Shard
 from graphaccel.sharding.rules.solution import Placements
 
 
-def placed_alike(
+def transferred_placements(
     known: Placements,
     placed: fx.Graph,
     placed_inputs: Sequence[GraphInput],
@@ -34,7 +34,7 @@ def placed_alike(
 ) -> Placements | None:
     """Placements of `graph`, where `placed` has `more` layers (1 or -1) of `run`; None where the
     correspondence is ambiguous. run: as numbered in both."""
-    twins = _twins(placed, placed_inputs, graph, inputs, run, more)
+    twins = _matching(placed, placed_inputs, graph, inputs, run, more)
     if twins is None or known.guessed:
         return None
     rows = {node: known.rows[twin] for node, twin in twins.items() if twin in known.rows}
@@ -63,7 +63,7 @@ def placed_alike(
     return found
 
 
-def _twins(
+def _matching(
     placed: fx.Graph,
     placed_inputs: Sequence[GraphInput],
     graph: fx.Graph,

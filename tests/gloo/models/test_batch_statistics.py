@@ -55,7 +55,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-class Twins(nn.Module):
+class ShardedOptimizer(nn.Module):
     """Two branches, with BatchNorm where it is given; `forward(x, y)`: [8, 8] twice → loss."""
 
     def __init__(self, loss: Callable[[Tensor, Tensor], Tensor], norm: nn.Module) -> None:
@@ -70,7 +70,7 @@ def _trained(name: str, pins: dict[str, Any] | None) -> dict[str, Tensor]:
     torch.manual_seed(0)
     cumulative = name == "cumulative"
     norm = nn.BatchNorm1d(8, momentum=None) if cumulative else nn.Identity()
-    model = Twins(F.mse_loss if cumulative else LOSSES[name], norm).double()
+    model = ShardedOptimizer(F.mse_loss if cumulative else LOSSES[name], norm).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batches = torch.randn(3, 2, 8, 8).double()
     if pins is not None:

@@ -32,7 +32,7 @@ from graphaccel.planner.cluster.communication import (
     reduce_scatter_seconds,
     send_seconds,
 )
-from graphaccel.planner.cluster.detect import Found, cluster_found
+from graphaccel.planner.cluster.detect import DetectedDevice, detected_cluster
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.profile.axis_rates import axis_rates
 
@@ -120,16 +120,16 @@ def test_the_driver_s_name_finds_the_entry(name, known, monkeypatch):
 @pytest.mark.parametrize(
     ("found", "known"),
     [
-        (Found("NVIDIA H100 PCIe", 80 * GIB, 114, (9, 0)), "h100-80gb"),
-        (Found("NVIDIA GH200 480GB", 95 * GIB, 132, (9, 0)), "h100-80gb"),
-        (Found("NVIDIA A10G", 22 * GIB, 80, (8, 6)), "rtx3090-24gb"),
-        (Found("NVIDIA RTX 6000 Ada Generation", 48 * GIB, 142, (8, 9)), "l40s-48gb"),
-        (Found("Quadro RTX 5000", 16 * GIB, 48, (7, 5)), "t4-16gb"),
-        (Found("Tesla P100-PCIE-16GB", 16 * GIB, 56, (6, 0)), "v100-16gb"),
+        (DetectedDevice("NVIDIA H100 PCIe", 80 * GIB, 114, (9, 0)), "h100-80gb"),
+        (DetectedDevice("NVIDIA GH200 480GB", 95 * GIB, 132, (9, 0)), "h100-80gb"),
+        (DetectedDevice("NVIDIA A10G", 22 * GIB, 80, (8, 6)), "rtx3090-24gb"),
+        (DetectedDevice("NVIDIA RTX 6000 Ada Generation", 48 * GIB, 142, (8, 9)), "l40s-48gb"),
+        (DetectedDevice("Quadro RTX 5000", 16 * GIB, 48, (7, 5)), "t4-16gb"),
+        (DetectedDevice("Tesla P100-PCIE-16GB", 16 * GIB, 56, (6, 0)), "v100-16gb"),
     ],
 )
 def test_an_unknown_gpu_is_the_nearest_of_the_catalogue_by_its_processors(found, known):
-    device, entry = cluster_found(found, 2).device, cluster(known, 2).device
+    device, entry = detected_cluster(found, 2).device, cluster(known, 2).device
     share = found.processors / entry.processors
     assert (device.name, device.memory, device.stands_for) == (known, found.memory, found.name)
     assert device.peak_flops["float32"] == pytest.approx(share * entry.peak_flops["float32"])
@@ -142,16 +142,16 @@ def test_every_gpu_of_the_catalogue_can_be_found():
         entry = cluster(name, 1).device
         if entry.type == "cuda":
             words = name.replace("rtx", "GeForce RTX ")
-            found = Found(f"NVIDIA {words}", entry.memory, entry.processors, (0, 0))
-            assert cluster_found(found, 1).device == entry
+            found = DetectedDevice(f"NVIDIA {words}", entry.memory, entry.processors, (0, 0))
+            assert detected_cluster(found, 1).device == entry
 
 
 def test_a_plan_says_whose_rates_it_is_made_with():
-    found = Found("Quadro RTX 5000", 16 * GIB, 48, (7, 5))
+    found = DetectedDevice("Quadro RTX 5000", 16 * GIB, 48, (7, 5))
     model, batch = torch.nn.Linear(4, 4), {"input": torch.randn(2, 4)}
     notes = [
         graphaccel.plan(model, batch, devices=1, cluster=where).notes
-        for where in (cluster_found(found, 1), cluster("t4-16gb", 1))
+        for where in (detected_cluster(found, 1), cluster("t4-16gb", 1))
     ]
     said = (
         "the rates of Quadro RTX 5000 are taken to be those of t4-16gb by its 48 processors; "

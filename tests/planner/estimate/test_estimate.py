@@ -17,7 +17,7 @@ from graphaccel.planner.estimate.data_axis import reduce_counts
 from graphaccel.planner.estimate.estimate import predict, predict_seconds
 from graphaccel.planner.estimate.estimated_memory import gathered_sizes, predict_memory
 from graphaccel.planner.estimate.gradient_buckets import bucket_limit
-from graphaccel.planner.estimate.stage_costs import flight, held_together, sized_for, stage_works
+from graphaccel.planner.estimate.stage_costs import flight, held_together, sized_for, stage_costs
 from graphaccel.planner.estimate.stage_messages import device_number, message_bytes
 from graphaccel.planner.plan.base_plan import PRECISIONS
 from graphaccel.planner.plan.plan import Plan
@@ -211,7 +211,7 @@ def test_buckets_are_those_of_the_passes(gpt: Profile, made_up: MadeUp) -> None:
     assert bucket_limit(25 * mib, 40 * mib, scattered=True) == 10 * mib
     assert bucket_limit(25 * mib, 2 * mib, scattered=True) == mib
     assert bucket_limit(25 * mib, 400 * mib, scattered=True) == 25 * mib
-    works = stage_works(gpt, sized_for(gpt, plan(2, data=2), made_up(2)), plan(2, data=2), 0.0)
+    works = stage_costs(gpt, sized_for(gpt, plan(2, data=2), made_up(2)), plan(2, data=2), 0.0)
     sizes: dict[tuple[str, ...], float] = {(): 40 * mib}
     for zero, count in ((0, 2), (1, 2), (2, 4)):
         two = plan(2, data=2, zero=zero)

@@ -21,7 +21,7 @@ from graphaccel.ir.program import StepProgram
 from graphaccel.planner.cluster.catalogue import cluster as named_cluster
 from graphaccel.planner.cluster.cluster import Cluster, Host
 from graphaccel.planner.cluster.communication import all_reduce_seconds
-from graphaccel.planner.estimate.stage_costs import stage_works
+from graphaccel.planner.estimate.stage_costs import stage_costs
 from graphaccel.planner.plan.base_plan import base_plan
 from graphaccel.planner.plan.limits import Limits
 from graphaccel.planner.plan.pins import Pins
@@ -90,7 +90,7 @@ def test_a_sharded_step_computes_half_and_sends(captured: Captured, made_up: Mad
     whole, half = (problem.predicted(p, simulated=False).prediction for p in (one, two))
     assert whole is not None
     assert half is not None
-    work = stage_works(problem.layouts.of(two), problem.sized(two), two, 1e-6)[0]
+    work = stage_costs(problem.layouts.of(two), problem.sized(two), two, 1e-6)[0]
     inside = work.sent_forward + work.sent_backward
     sums = {axes: n for axes, n in work.summed.items() if axes}
     assert list(sums) == [("tensor",)]  # biases and norms whose tokens are shared out

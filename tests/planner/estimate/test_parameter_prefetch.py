@@ -19,7 +19,7 @@ from graphaccel.compiler.model import Model, as_batch
 from graphaccel.planner.cluster.cluster import Cluster, Host
 from graphaccel.planner.estimate.estimate import predict
 from graphaccel.planner.estimate.parameter_prefetch import uploaded
-from graphaccel.planner.estimate.stage_costs import sized_for, stage_works
+from graphaccel.planner.estimate.stage_costs import sized_for, stage_costs
 from graphaccel.planner.explain.what_if import why_not
 from graphaccel.planner.plan.base_plan import base_plan
 from graphaccel.planner.plan.offload import LEAVING, STAYING, read_offload
@@ -204,7 +204,7 @@ def test_seconds(captured: Captured, made_up: MadeUp, data: int, shared: bool) -
     gradient = profile.trained_bytes / data
     assert kept.offload == pytest.approx(3 * gradient / HOST.link)
     assert (away.optimizer, away.communication) == (kept.optimizer, kept.communication)
-    (work,) = stage_works(
+    (work,) = stage_costs(
         profile, sized_for(profile, plan, where), plan, where.device.launch_seconds
     )
     by_block = {}

@@ -13,7 +13,7 @@ from graphaccel.compiler.compiler import Compiler
 from graphaccel.compiler.model import Model, as_batch
 from graphaccel.errors import InfeasiblePlan
 from graphaccel.planner.cluster.cluster import Cluster
-from graphaccel.planner.estimate.optimizer_memory import NOTHING, Stepping
+from graphaccel.planner.estimate.optimizer_memory import NOTHING, OptimizerMemory
 from graphaccel.planner.memory.phases import STEP
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.plan.prediction import Phases
@@ -21,17 +21,17 @@ from graphaccel.report.phases import misfits
 from graphaccel.report.text import plan_report
 from tests.support.gpt import GPT
 
-COPY = Stepping(together=1.0)
+COPY = OptimizerMemory(together=1.0)
 MadeUp = Callable[..., Cluster]
 
 
-def _compiler(where: Cluster, stepping: Stepping) -> Compiler:
+def _compiler(where: Cluster, stepping: OptimizerMemory) -> Compiler:
     """Many parameters, few tokens: after the backward there is next to nothing beside gradients."""
     torch.manual_seed(0)
     return Compiler(Model(GPT(layers=2, width=128), None, 2.0, True, stepping), where, {"zero": 0})
 
 
-def _chosen(where: Cluster, stepping: Stepping) -> tuple[Compiler, Plan]:
+def _chosen(where: Cluster, stepping: OptimizerMemory) -> tuple[Compiler, Plan]:
     compiler = _compiler(where, stepping)
     _, plan, _ = compiler.choose(_batch())
     return compiler, plan

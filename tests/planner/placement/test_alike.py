@@ -25,7 +25,7 @@ from graphaccel.planner.search.candidates import Layout
 from graphaccel.sharding.rules.shard import Shard
 from graphaccel.sharding.rules.solution import Placements
 from graphaccel.sharding.solve.placements import solve_placements
-from graphaccel.sharding.solve.transfer_placements import placed_alike
+from graphaccel.sharding.solve.transfer_placements import transferred_placements
 from tests.passes.steps.test_repeat_layers import LAYERS, captured
 
 
@@ -115,7 +115,9 @@ def test_nothing_is_told_where_it_is_not_plain(deep: StepGraph) -> None:
     graph, known = solve_axes(more, longer, Request(plan)).placed["context"]
 
     def told(placed: Placements = known, less: fx.GraphModule = less) -> Placements | None:
-        return placed_alike(placed, graph, longer.inputs, less.graph, short.inputs, run, 1)
+        return transferred_placements(
+            placed, graph, longer.inputs, less.graph, short.inputs, run, 1
+        )
 
     assert told() is not None
     assert told(placed=replace(known, guessed=(next(iter(known.rows)),))) is None

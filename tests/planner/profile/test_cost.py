@@ -192,7 +192,7 @@ def test_how_rows_are_aligned_is_told(
 
 def test_nodes_of_a_kind_ask_the_same(captured: Captured) -> None:
     profile = Profile(captured("gpt"))
-    kinds, first = profile.alike
+    kinds, first = profile.node_kinds
     sizes = Sizes({**profile.step.sizes, BATCH: 3})
     assert len(first) < len(profile.nodes) / 3
     for kind, node in zip(kinds, profile.nodes, strict=True):

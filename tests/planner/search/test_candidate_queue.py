@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphaccel.planner.search.candidate_queue import Promising
+from graphaccel.planner.search.candidate_queue import CandidateQueue
 from graphaccel.planner.search.candidates import Layout, Shape
 
 SECONDS = st.sampled_from([1.0, 2.0, 2.5, 7.0, math.inf, math.nan])  # nan: not looked at
@@ -19,7 +19,7 @@ def meshes(layout: Layout, count: int) -> list[Shape]:
     return [Shape(n + 1, 1, 1, "", 1, tensor=layout.tensor) for n in reversed(range(count))]
 
 
-def put(queue: Promising, tensor: int, seconds: list[float]) -> list[tuple[float, Shape]]:
+def put(queue: CandidateQueue, tensor: int, seconds: list[float]) -> list[tuple[float, Shape]]:
     """What is put of a layout and looked at."""
     own = meshes(Layout(tensor), len(seconds))
     order = np.arange(len(own))[::-1]  # as microbatches
@@ -27,7 +27,7 @@ def put(queue: Promising, tensor: int, seconds: list[float]) -> list[tuple[float
     return [pair for pair in zip(seconds, own, strict=True) if not math.isnan(pair[0])]
 
 
-def popped(queue: Promising) -> list[tuple[float, Shape]]:
+def popped(queue: CandidateQueue) -> list[tuple[float, Shape]]:
     found = []
     while (row := queue.pop()) is not None:
         found.append((row.seconds, row.first))
@@ -38,14 +38,14 @@ def popped(queue: Promising) -> list[tuple[float, Shape]]:
 
 @given(ROWS)
 def test_the_most_promising_of_all_layouts_comes_first(rows: list[list[float]]) -> None:
-    queue = Promising()
+    queue = CandidateQueue()
     every = [pair for tensor, own in enumerate(rows, 1) for pair in put(queue, tensor, own)]
     assert popped(queue) == sorted(every, key=lambda pair: (pair[0], pair[1].order))
 
 
 @given(ROWS, st.lists(SECONDS, max_size=5))
 def test_what_is_put_again_comes_once(rows: list[list[float]], again: list[float]) -> None:
-    queue = Promising()
+    queue = CandidateQueue()
     every = [pair for tensor, own in enumerate(rows, 1) for pair in put(queue, tensor, own)]
     queue.pop()  # the rest of it is not put back, but all of the layout
     others = [pair for pair in every if pair[1].tensor != 1]
@@ -56,7 +56,7 @@ def test_what_is_put_again_comes_once(rows: list[list[float]], again: list[float
 
 
 def test_rows_that_wait_for_the_others() -> None:
-    queue = Promising()
+    queue = CandidateQueue()
     put(queue, 1, [3.0, 1.0])
     put(queue, 2, [2.0])
     row = queue.pop()

@@ -20,7 +20,7 @@ from graphaccel.capture.batch import flatten_call
 from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.compiler.profile_graph import localised
 from graphaccel.planner.cluster.cluster import Cluster, Device, Link
-from graphaccel.planner.estimate.optimizer_memory import NOTHING, Stepping
+from graphaccel.planner.estimate.optimizer_memory import NOTHING, OptimizerMemory
 from graphaccel.planner.plan.axis_order import AXES
 from graphaccel.planner.plan.limits import Limits
 from graphaccel.planner.plan.pins import Pins
@@ -198,7 +198,7 @@ def test_the_search_finds_what_trying_plans_finds(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(1, 60, 6))
 def test_where_the_optimizers_step_may_take_most(seed: int) -> None:
-    check({**drawn_by(seed), "stepping": Stepping(together=2.0, each=1.0)})
+    check({**drawn_by(seed), "stepping": OptimizerMemory(together=2.0, each=1.0)})
 
 
 @pytest.mark.parametrize("seed", HYBRID)

@@ -25,7 +25,7 @@ from graphaccel.planner.plan.pins import Pins
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.profile.layout_profiles import Layouts, LocalGraph, rates_of
 from graphaccel.planner.profile.profile import Profile
-from graphaccel.planner.search import best_first as guided
+from graphaccel.planner.search import best_first as best_first
 from graphaccel.planner.search import branch_and_bound as solving
 from graphaccel.planner.search import search_state as one_pass
 from graphaccel.planner.search.branch_and_bound import solve_all
@@ -230,7 +230,7 @@ def test_a_large_problem_is_solved_from_its_promising_end(
     promising = find(4, 1200)
     assert promising.decided() == best.decided()
     assert _gap(promising) < 0.02
-    monkeypatch.setattr(guided, "_SOLVED", 3)
+    monkeypatch.setattr(best_first, "_SOLVED", 3)
     early = find(4, 1200)
     assert 1 - seconds(best) / seconds(early) <= _gap(early)
     assert "that were not solved none takes less than" in early.certificate
