@@ -79,7 +79,7 @@ class Contents:
     def names(self, optimizer: Optimizer) -> list[list[str]]:
         """Names of an optimizer's parameters, by group; those in no model get one of the group."""
         known: dict[int, str] = {}
-        for model in reversed(self.models.values()):
+        for model in reversed(list(self.models.values())):
             known |= {id(p): name for name, p in model.named_parameters()}
         return [
             [known.get(id(p), f"group {g} parameter {i}") for i, p in enumerate(group["params"])]

@@ -124,8 +124,9 @@ def _finish(
         where = {name: file for file, names in files.items() for name in names}
         content = {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
         index.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    for config in (getattr(model, "config", None), getattr(model, "generation_config", None)):
-        write: Any = getattr(config, "save_pretrained", None)
+    configs: list[Any] = [getattr(model, n, None) for n in ("config", "generation_config")]
+    for config in configs:
+        write = getattr(config, "save_pretrained", None)
         if write is not None:
             if config is getattr(model, "config", None):
                 config.architectures = [original_class(model).__name__]

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from graphaccel.checkpoint.contents import (
     OF_THE_RUN,
@@ -128,7 +129,11 @@ def _here(folder: Path, root: Path) -> CompleteCheckpoint:
     if not problems:
         known = read_metadata(folder)
         tensors = known.state_dict_metadata.items()
-        there = {name: (t.properties.dtype, t.size) for name, t in tensors}
+        there = {
+            name: (t.properties.dtype, t.size)
+            for name, t in tensors
+            if isinstance(t, TensorStorageMetadata)
+        }
         written = {str(info.relative_path) for info in known.storage_data.values()}
         if missing := sorted(written - set(manifest.files)):
             problems = (f"{NAME} does not name {missing[0]}",)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from graphaccel.checkpoint.folders import complete, keep_last, open_step
 from graphaccel.checkpoint.manifest import Manifest
@@ -85,6 +85,7 @@ class Job:
         tensors = {
             name: (str(t.properties.dtype).removeprefix("torch."), tuple(t.size))
             for name, t in metadata.state_dict_metadata.items()
+            if isinstance(t, TensorStorageMetadata)
         }
         files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
         written = {info.relative_path for info in metadata.storage_data.values()}

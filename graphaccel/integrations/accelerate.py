@@ -54,6 +54,7 @@ class Accelerator(accelerate.Accelerator):
         self, *args: Any, optimize: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> None:
         self._settings, state = start(_pins_of(kwargs, optimize or {}))
+        assert state.device is not None
         super().__init__(
             *args, **{**kwargs, "mixed_precision": "no", "cpu": state.device.type == "cpu"}
         )
@@ -66,7 +67,7 @@ class Accelerator(accelerate.Accelerator):
             own = [x for x in optimizers if _trains(x, model)]
             if len(own) != 1 or hasattr(model, "graphaccel"):
                 raise _unpaired(model, len(own))
-            model._is_accelerate_prepared = True  # neither wrapped nor cast
+            vars(model)["_is_accelerate_prepared"] = True  # neither wrapped nor cast
             optimize(model, own[0], **self._settings)
         return super().prepare(*objects, **kwargs)
 
@@ -78,7 +79,7 @@ class Accelerator(accelerate.Accelerator):
             full[name] = full[first.setdefault(id(parameter), name)]
         return full
 
-    def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> str:
+    def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Path:
         """As `accelerate.Accelerator.save_state`; each rank writes its part of optimizer state."""
         with self._without_optimizers():
             folder = super().save_state(output_dir, *args, **kwargs)

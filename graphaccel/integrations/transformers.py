@@ -26,9 +26,11 @@ from graphaccel.integrations.training_arguments import pins_of
 
 _OVERRIDDEN = ("_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler", "_save_rng_state")
 _OPTIMIZER = "optimizer"
+# For type checkers: `PlannedSteps` is mixed into two classes, whose attributes it reads.
+_Trainer: Any = object
 
 
-class PlannedSteps:
+class PlannedSteps(_Trainer):
     """What `Trainer` and `Seq2SeqTrainer` do otherwise under a plan.
 
     optimize: keyword arguments of `graphaccel.optimize`: `devices`, `plan`, and pins.
@@ -63,7 +65,7 @@ class PlannedSteps:
             )
         optimizer = super().create_optimizer(*args)
         if not planned:
-            self.model._is_accelerate_prepared = True  # neither wrapped nor cast
+            vars(self.model)["_is_accelerate_prepared"] = True  # neither wrapped nor cast
             optimize(self.model, optimizer, **self._settings)
         return optimizer
 

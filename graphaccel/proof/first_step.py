@@ -106,8 +106,10 @@ def prove_together(pair: Pair | str, ranks: int) -> Proof:
     if isinstance(made, Proof):
         graph, said[0] = made.graph, replace(made, graph=None)
     dist.broadcast_object_list(said, 0)
-    if here is not None or isinstance(said[0], Exception):
-        raise here or said[0]
+    if here is not None:
+        raise here
+    if isinstance(said[0], Exception):
+        raise said[0]
     return replace(said[0], graph=graph)
 
 

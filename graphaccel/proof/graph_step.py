@@ -61,7 +61,8 @@ def run_graph(
     values: dict[fx.Node, Any] = {}
     uses: dict[fx.Node, int] = {}
     given = iter(_given(step, inputs))
-    results = {n for n in step.graph.graph.output_node().args[0] if isinstance(n, fx.Node)}
+    outputs: Any = step.graph.graph.output_node().args[0]
+    results = {n for n in outputs if isinstance(n, fx.Node)}
     made: dict[fx.Node, Any] = {}
     output: list[Any] = []
     for node in step.graph.graph.nodes:

@@ -88,7 +88,10 @@ def _location(pair: Pair, node: fx.Node) -> Location | None:
     lines = [(file, int(number)) for file, number in FRAME.findall(trace or "")]
     own = [line for line in lines if not line[0].startswith(tuple(torch.__path__))]
     line = own[-1] if own else node.meta.get("location")
-    return Location(*line) if line else None
+    if not line:
+        return None
+    file, number = line
+    return Location(file, number)
 
 
 def _constant(pair: Pair) -> Difference | None:

@@ -227,7 +227,7 @@ def expect(
         return "not enough memory for the whole batch on one device"
     except GraphFailed as error:
         raise PlanDiffers(plan=plan.name, values=(f"on one device: {error}",)) from error
-    values = {} if made.loss is None else {"loss": made.loss}
+    values: dict[str, Any] = {} if made.loss is None else {"loss": made.loss}
     if plan.outputs != "loss" or made.loss is None:
         values |= {f"output {leaf}": sums for leaf, sums in made.outputs.items()}
     values |= {f"gradient of `{n}`": sums for n, sums in made.gradients.items()}

@@ -43,8 +43,10 @@ class EqualStage:
 def equal_stages(
     outlines: Sequence[StageOutline], described: Callable[[str], object]
 ) -> dict[int, EqualStage]:
-    """Stage → its correspondence to an equal, earlier stage; stages without one are left out. described:
-    what is known of a parameter besides its value."""
+    """Stage → its correspondence to an equal, earlier stage; stages without one are left out.
+
+    described: parameter → what is known of it besides its value.
+    """
     equal: dict[int, EqualStage] = {}
     first: dict[Any, list[StageOutline]] = {}
     for outline in outlines[:-1]:
