@@ -135,7 +135,7 @@ def captured(
 
 
 def step_bytes(step: StepGraph, *, dense: bool = False) -> int:
-    """Bytes a step moves; `dense`: by products, attention and embeddings alone. What goes over its
+    """Bytes a step moves; `dense`: by matmuls, attention and embeddings alone. What goes over its
     rows in chunks moves what each of them reads and writes, as many as are best on an H100."""
     sizes, device = Sizes(step.sizes), cluster("h100-80gb", 1, None).device
     parted = [n for n in step.graph.graph.nodes if in_chunks(n)]

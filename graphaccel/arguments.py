@@ -221,7 +221,7 @@ def check_can_run(given: Plan | None, pins: Mapping[str, Any]) -> None:
         raise BadPin(
             pin="precision",
             value=name or "fp8",
-            reason="products in 8 bits can be planned (`graphaccel plan`), not run yet",
+            reason="matmuls in 8 bits can be planned (`graphaccel plan`), not run yet",
             allowed=tuple(n for n, p in PRECISIONS.items() if not p.planned_only),
         )
 

@@ -235,7 +235,7 @@ class Handle:
         at = mesh.pipeline_index, mesh.data_index, mesh.coordinate("expert")
         self._memory = self._compiler.device_memory(chosen, program, batch, *at)
         away = "parameters" in chosen.offload
-        session = Session(self._model, mesh, scale, chosen.precision.products, recorder, away=away)
+        session = Session(self._model, mesh, scale, chosen.precision.matmul, recorder, away=away)
         optimizer = self._optimizer
         if optimizer is not None and (program.owned or program.resting):
             check_elementwise(optimizer)

@@ -39,7 +39,7 @@ def fusion_table(result: dict[str, Any]) -> str:
         rows.append(f"| {row['model']} | {form} | " + " | ".join(sizes) + f" | {found} |")
     shape = f"{result['layers']} layers, batch {result['batch']}, {result['tokens']} tokens"
     text = (
-        f"{shape} (images of 224 x 224). Floor: products, attention and embeddings alone, of what\n"
+        f"{shape} (images of 224 x 224). Floor: matmuls, attention and embeddings alone, of what\n"
         "the model says: where it spells attention out, torch's writes no scores and goes below."
     )
     return "\n".join([*rows, "", text, ""])

@@ -31,7 +31,7 @@ def validation_table(result: dict[str, Any]) -> str:
     verdicts = said["verdicts"]
     text = (
         f"{said['predicted']} runs; off by {100 * said['mean_of_sources']:.1f} % on average over "
-        f"the sources, with products in 8 bits by {100 * said['mean_of_eight_bits']:.1f} %. That "
+        f"the sources, with matmuls in 8 bits by {100 * said['mean_of_eight_bits']:.1f} %. That "
         "they fit is called "
         + ", ".join(f"{kind} for {n}" for kind, n in sorted(verdicts.items(), key=lambda v: -v[1]))
         + "."
@@ -107,7 +107,7 @@ def _left_out(sources: dict[str, dict[str, Any]]) -> list[str]:
     over = {name: one for name, one in known.items() if one["left_out"] > _BAR}
     lines = [
         "",
-        f"Left out: {means[0]} on average over the sources, {means[1]} with products in 8 or 4 "
+        f"Left out: {means[0]} on average over the sources, {means[1]} with matmuls in 8 or 4 "
         f"bits; {100 * rows:.1f} % over all rows of the table, {100 * runs:.1f} % over all runs. "
         f"Against a bar of {100 * _BAR:.0f} %: {len(known) - len(over)} of {len(known)} rows are "
         "within it" + (", above it are:" if over else "."),

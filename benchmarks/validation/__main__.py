@@ -257,7 +257,7 @@ def text(result: dict[str, Any]) -> str:
         )
     means = {
         "the sources": "mean_of_sources",
-        "those with products in 8 or 4 bits": "mean_of_eight_bits",
+        "those with matmuls in 8 or 4 bits": "mean_of_eight_bits",
     }
     lines += [
         f"mean over {of}: {100 * said[name]:.1f} %" for of, name in means.items() if said[name]

@@ -30,7 +30,7 @@ from graphaccel.planner.profile.profile import Profile
 
 _EXPERTS = ".experts"  # the module's name in all of them
 _ROUTERS = (".gate", ".router")
-_PRODUCTS = (torch.ops.graphaccel.expert_product.default,
+_MATMULS = (torch.ops.graphaccel.expert_product.default,
              torch.ops.graphaccel.expert_gradient.default)  # fmt: skip
 _WEIGHS = frozenset({torch.ops.aten.mul.Tensor, torch.ops.aten._to_copy.default,
                      torch.ops.aten.sum.dim_IntList})  # fmt: skip
@@ -159,7 +159,7 @@ def _theirs(node: fx.Node, work: Work, run: Run) -> list[Work]:
     if between := between_bytes(node, run.microbatch * run.sequence):
         return [work, Work(bytes=between, dtype=work.dtype, calls=0)]
     work = replace(work, cast=work.cast * run.system.casts * _cast_share(node, run))
-    if not run.system.experts_apart or node.target not in _PRODUCTS:
+    if not run.system.experts_apart or node.target not in _MATMULS:
         return [work]
     read = 2 * work.count * work.inner * (work.rows + work.columns)
     moved = work.bytes - int(read * (1 - _BITS.get(run.products, 16) / 16))
@@ -186,7 +186,7 @@ def _started(run: Run, profile: Profile, plan: Plan, sent: float) -> Started:
     own = [call for call in calls if _part(call.node) in run.system.started]
 
     def starts(call: _Call) -> float:
-        own = call.node.target in _PRODUCTS and call.work.calls > 0
+        own = call.node.target in _MATMULS and call.work.calls > 0
         return 1 + each if own else call.work.calls
 
     every = *calls, *(joined := _joined(run, profile, plan))

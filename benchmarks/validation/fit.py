@@ -46,7 +46,7 @@ from graphaccel.planner.profile.efficiency import Work, gap_seconds, seconds_of
 ALONE = {"a100": 0.77, "b200": 0.51}
 ALONE_8_BITS = {"h100": 0.70, "b200": 0.58}
 ATTENTION = {"a100": 0.8, "h100": 0.6, "b200": 0.71}  # likewise, forward, in 16 bits
-_PRODUCTS = [n / 100 for n in range(40, 84, 2)]
+_MATMULS = [n / 100 for n in range(40, 84, 2)]
 _COPIES = (0.6, 0.7, 0.8, 0.9)
 _ATTENTION = (0.8, 1.0, 1.2)
 _LAUNCHES = (7e-6, 2e-5, 3e-5, *(n * 1e-6 for n in range(40, 82, 2)))
@@ -102,7 +102,7 @@ class Shares:
     eight_bits: float = 0.0
 
 
-_CHOICES = tuple(Shares(*choice) for choice in product(_PRODUCTS, _COPIES, _ATTENTION))
+_CHOICES = tuple(Shares(*choice) for choice in product(_MATMULS, _COPIES, _ATTENTION))
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ def _found(samples: Sequence[Sample], errors: _Errors) -> Found:
     for name, own in _grouped(samples, lambda s: _family(s.run)).items():
         few = [s for s in own if s.run.products]
         if few and name in found:
-            choices = [replace(found[name], eight_bits=share) for share in _PRODUCTS]
+            choices = [replace(found[name], eight_bits=share) for share in _MATMULS]
             found[name] = _best(few, choices, lambda s, x: errors.of(s, x, starts))
     return Found(_with_eight_bits(found), starts)
 
@@ -238,7 +238,7 @@ def _starts(
 
 
 def _whole(samples: Sequence[Sample], errors: _Errors, starts: Starts) -> dict[str, Shares]:
-    """Shares of families, as runs say that have no products in 8 bits."""
+    """Shares of families, as runs say that have no matmuls in 8 bits."""
     found = {}
     families = _grouped(samples, lambda s: _family(s.run))
     for name, own in families.items():
@@ -252,7 +252,7 @@ def _whole(samples: Sequence[Sample], errors: _Errors, starts: Starts) -> dict[s
 
 
 def _with_eight_bits(found: Mapping[str, Shares]) -> dict[str, Shares]:
-    """Where no run says what products in 8 bits reach, what others reach of it says so."""
+    """Where no run says what matmuls in 8 bits reach, what others reach of it says so."""
     kept = [s.eight_bits / ALONE_8_BITS[f] for f, s in found.items()
             if f in ALONE_8_BITS and s.eight_bits]  # fmt: skip
 

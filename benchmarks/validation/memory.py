@@ -9,7 +9,7 @@ import torch
 from benchmarks.validation.mixtures import MIXTURES
 from benchmarks.validation.rows import Run
 from graphaccel.capture.symbols import BATCH
-from graphaccel.kernels.ops.experts import PRODUCT as EXPERT_PRODUCT
+from graphaccel.kernels.ops.experts import GROUPED_MATMUL as GROUPED_MATMUL
 from graphaccel.kernels.register import fusion_of
 from graphaccel.planner.cluster.cluster import Cluster
 from graphaccel.planner.plan.plan import Plan
@@ -71,7 +71,7 @@ def _kept_of(tensor: Tensor, run: Run) -> float:
         return 0.0
     if run.system.probabilities_inside and run.kind in MIXTURES:
         back = node.target is torch.ops.aten.index_select.default
-        if width == MIXTURES[run.kind].rows and (back or node.target is EXPERT_PRODUCT):
+        if width == MIXTURES[run.kind].rows and (back or node.target is GROUPED_MATMUL):
             return 0.0  # what comes back from the experts
         if (value := MIXTURES[run.kind].more.get("v_head_dim")) is not None:
             if node.target is torch.ops.aten.constant_pad_nd.default:
@@ -104,7 +104,7 @@ def _fsdp2(memory: StageMemory, run: Run, kept: float) -> int:
     before a backward, and those of one stage are in shards before the next has any
     (`ScheduleInterleaved1F1B`, torch/distributed/pipelining). What shards of gradients leave in
     the allocator is in blocks of other sizes than anything that comes after them. Weights of
-    products in 8 bits are gathered in 8 (docs/float8.md, train_configs/llama3_405b.toml). Of what
+    matmuls in 8 bits are gathered in 8 (docs/float8.md, train_configs/llama3_405b.toml). Of what
     is gathered the root, with the embedding and the head, stays so until the backward, and so does
     the last layer. Operations that are kept (`_save_list`): of a layer's products each second one
     from the first on, and attention; eager PyTorch keeps the last product too, which no backward

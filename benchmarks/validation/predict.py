@@ -45,7 +45,7 @@ _RECOMPUTE = {"": "none", "none": "none", "some": "some", "all": "all", "operati
 class Predicted:
     """The run, decided where its row does not; seconds of a step; bytes at the peak of the fullest
     rank, as the source counts them; what is said of memory: "safe", "likely", "risky" or
-    "impossible" ("not told": of products in 8 bits); what it was predicted on, in which pieces if
+    "impossible" ("not told": of matmuls in 8 bits); what it was predicted on, in which pieces if
     its system traced such, and what its process starts one by one."""
 
     run: Run
@@ -145,7 +145,7 @@ class Predictor:
         fullest = max(as_theirs(m, run, kept) for m in plan.prediction.memory)
         real = real_cluster(run, run.devices)
         said = int(fullest * (1 + real.fragmentation)) if run.system.reserved else fullest
-        # What products in 8 bits keep for the backward is in 8 bits there, and not counted so here.
+        # What matmuls in 8 bits keep for the backward is in 8 bits there, and not counted so here.
         verdict = real.verdict(fullest) if not run.products else "not told"
         timed, started = experts_as_theirs(run, profile, timed, where, STARTED_LAUNCH)
         pieces: tuple[Segment, ...] = ()
@@ -291,7 +291,7 @@ def cluster_of(run: Run, devices: int, *, other_meshes: bool = False) -> Cluster
     if system.router_rounds:  # no other product is in float32 there
         rates = {**device.peak_flops, "float32": device.peak_flops[run.precision]}
         device = replace(device, peak_flops=rates)
-    device = computing(device, Precision(run.precision, products=run.products))
+    device = computing(device, Precision(run.precision, matmul=run.products))
     inner, *outer = where.links
     if system.network_gigabits:
         outer = [replace(x, bandwidth=system.network_gigabits * 1e9 / 8 * 0.95) for x in outer]

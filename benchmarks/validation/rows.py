@@ -16,7 +16,7 @@ from graphaccel.planner.cluster.catalogue import device_names
 
 # Behind the name of a source, by what products round to.
 FEWER_BITS = {
-    "float8_e4m3fn": ", products in 8 bits", "float4_e2m1fn_x2": ", products in 4 bits",
+    "float8_e4m3fn": ", matmuls in 8 bits", "float4_e2m1fn_x2": ", matmuls in 4 bits",
 }  # fmt: skip
 FOLDER = Path(__file__).parent / "data"
 # Entries of the catalogue by what sources call them, without regard to case, form and size.
@@ -40,7 +40,7 @@ DEVICES = {
 PRECISIONS = {"fp16": "float16", "bf16": "bfloat16", "amp_bf16": "bfloat16"}
 # Products in 8 or 4 bits between bf16 values; how their scales are found is not told apart.
 _EIGHT_BITS = ("fp8", "amp_fp8", "fp8-cs", "fp8-mx", "fp8-rowwise", "fp8-tensorwise", "mxfp8")
-_PRODUCTS = {**dict.fromkeys(_EIGHT_BITS, "float8_e4m3fn"), "nvfp4": "float4_e2m1fn_x2"}
+_MATMULS = {**dict.fromkeys(_EIGHT_BITS, "float8_e4m3fn"), "nvfp4": "float4_e2m1fn_x2"}
 TENSOR_LINK = "tensor axis"
 """The level of a cluster that holds the devices of a run's tensor axis alone."""
 COLUMNS = (
@@ -242,7 +242,7 @@ def _run(row: dict[str, str]) -> Run | str:
         sequence_parallel=tensor > 1 and _sequence_parallel(row, expert, system),
         zero=_zero(row["zero"].strip(), system),
         precision=PRECISIONS.get(row["precision"], "bfloat16"),
-        products=_PRODUCTS.get(row["precision"], ""),
+        products=_MATMULS.get(row["precision"], ""),
         seconds=0.0,
         memory=int(float(row["measured_mem_GB"]) * 2**30) if row["measured_mem_GB"] else None,
         assumed=(*(known.assumed if known else ()), *assumed),
@@ -282,7 +282,7 @@ def _sequence_parallel(row: dict[str, str], expert: int, system: System) -> bool
 
 def _timed(run: Run, row: dict[str, str]) -> Run | str:
     """The run with its measured seconds."""
-    if row["precision"] not in (*PRECISIONS, *_PRODUCTS, ""):
+    if row["precision"] not in (*PRECISIONS, *_MATMULS, ""):
         return f"precision {row['precision']}"
     seconds, counted = _seconds(row, run)
     if seconds is not None and seconds <= 0:

@@ -73,7 +73,7 @@ class System:
     megatron/core/transformer/moe/moe_utils.py). once_a_node: rows go once to each node where they
     have experts, and on from there (DeepEP's kernels "with NVLink and RDMA forwarding"). traced:
     times are those of layers that were traced alone, added up (`traced`). scaled: rate of its
-    products in 8 bits beside those with one scale for a tensor. started: parts of a mixture's
+    matmuls in 8 bits beside those with one scale for a tensor. started: parts of a mixture's
     layers whose operations a process starts one by one (`recipes`). weighs_biases: experts' biases
     are weighed and added in operations of their own. latent_rotary: of latent attention, all
     between products and attention is two kernels (`latent`). beside_another: rows are sent to their

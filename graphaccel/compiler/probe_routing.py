@@ -23,7 +23,7 @@ from graphaccel.compat.torch.fakes import FakeTensor
 from graphaccel.compat.torch.graphs import graph_module
 from graphaccel.ir.program import StepProgram
 from graphaccel.ir.replication.unfold import distinct_nodes
-from graphaccel.kernels.ops.experts import PRODUCT
+from graphaccel.kernels.ops.experts import GROUPED_MATMUL
 from graphaccel.passes.microbatch.exact_microbatch import exact_microbatch
 from graphaccel.planner.memory.exact_memory import Resident, rank_memory
 from graphaccel.planner.memory.graph_columns import Share, even
@@ -219,7 +219,7 @@ def _routes(graph: fx.GraphModule) -> tuple[fx.GraphModule, list[tuple[str, int]
     count."""
     routes: dict[fx.Node, tuple[str, int]] = {}
     for node in graph.graph.nodes:
-        if node.op == "call_function" and node.target is PRODUCT:
+        if node.op == "call_function" and node.target is GROUPED_MATMUL:
             experts, count = node.args[2], node.args[4]
             assert isinstance(experts, fx.Node)
             assert isinstance(count, int)

@@ -34,7 +34,7 @@ from graphaccel.compat.torch.graphs import deferred_module
 from graphaccel.ir.fakes import Fakes
 from graphaccel.ir.nodes import copy_nodes
 from graphaccel.ir.values import module_path, operands, returned
-from graphaccel.kernels.ops.experts import PRODUCT
+from graphaccel.kernels.ops.experts import GROUPED_MATMUL
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.sharding.apply.graph_builder import set_value
 from graphaccel.sharding.rules.notation import tensor_arguments
@@ -52,7 +52,7 @@ _LOW = {
     aten.conv3d.default,
     aten.convolution.default,
     aten.scaled_dot_product_attention.default,
-    PRODUCT,
+    GROUPED_MATMUL,
 }
 _WIDE = {
     aten.softmax.int,

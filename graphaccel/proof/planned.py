@@ -277,7 +277,7 @@ def _too_much(pair: Pair, plan: Plan, devices: int) -> str:
 
 def _dtype(pair: Pair, plan: Plan) -> str:
     """The narrowest dtype of the computation."""
-    if plan.precision.compute != "float32" or plan.precision.products:
+    if plan.precision.compute != "float32" or plan.precision.matmul:
         return "narrow"
     nodes = pair.step.graph.graph.nodes
     found = {t.dtype for n in nodes for t in tensors_of(n.meta.get("val"))}

@@ -68,7 +68,7 @@ class Session:
         *,
         away: bool = False,
     ) -> None:
-        """matmul_precision: `planner.plan.plan.Precision.products`. recorder: of training steps.
+        """matmul_precision: `planner.plan.plan.Precision.matmul`. recorder: of training steps.
         away: parameters are offloaded to the host, and their gradients are handed out there."""
         self.model, self.mesh, self.scale, self.away = model, mesh, scale, away
         self._matmul_precision, self._recorder = matmul_precision, recorder

@@ -10,10 +10,10 @@ import torch
 
 
 @contextmanager
-def rounding(products: str) -> Iterator[None]:
-    """Float32 matmuls on CUDA devices round their inputs to `products` in this context; the
+def rounding(matmul: str) -> Iterator[None]:
+    """Float32 matmuls on CUDA devices round their inputs to `matmul` in this context; the
     process's own setting is restored after it."""
-    if products != "tfloat32":
+    if matmul != "tfloat32":
         yield
         return
     cudnn: Any = torch.backends.cudnn

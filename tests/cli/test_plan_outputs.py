@@ -69,7 +69,7 @@ def test_what_is_planned_only_is_said_to_be(
     assert plan(*JOB, "--precision", "fp8", "--json", "p.json") == 0
     out = capsys.readouterr().out
     assert "\nsaved p.json: it is planned only, export it\n" in out
-    assert "products in 8 bits are planned, not run" in out
+    assert "matmuls in 8 bits are planned, not run" in out
 
 
 def test_parameters_on_the_host_are_exported(

@@ -190,7 +190,7 @@ def test_what_a_source_is_off_by_where_the_others_say(measured: ModuleType) -> N
     figures = {"runs": 3, "mean_absolute": 0.02, "bias": -0.01, "worst": 0.03}
     result = {
         "summary": {
-            "sources": dict.fromkeys(("one (2021)", "two, products in 8 bits", "three"), figures),
+            "sources": dict.fromkeys(("one (2021)", "two, matmuls in 8 bits", "three"), figures),
             "predicted": 9, "mean_of_sources": 0.02, "mean_of_eight_bits": 0.02,
             "verdicts": {"safe": 9},
         },
@@ -199,7 +199,7 @@ def test_what_a_source_is_off_by_where_the_others_say(measured: ModuleType) -> N
     assert "eft out" not in measured.validation_table({**result, "fit": None})
     fit = {
         "one (2021)": {"runs": 3, "fitted": 0.02, "left_out": 0.06, "without": []},
-        "two, products in 8 bits": {
+        "two, matmuls in 8 bits": {
             "runs": 9,
             "fitted": 0.02,
             "left_out": 0.2,
@@ -211,10 +211,10 @@ def test_what_a_source_is_off_by_where_the_others_say(measured: ModuleType) -> N
     assert "| one | 3 | 2.0 % | -1.0 % | 6.0 % |  |" in text
     assert "| three | 3 | 2.0 % | -1.0 % |  |  |" in text
     assert text.endswith(
-        "\nLeft out: 6.0 % on average over the sources, 20.0 % with products in 8 or 4 "
+        "\nLeft out: 6.0 % on average over the sources, 20.0 % with matmuls in 8 or 4 "
         "bits; 13.0 % over all rows of the table, 16.5 % over all runs. Against a bar of 10 %: "
         "1 of 2 rows are within it, above it are:\n\n"
-        "- two, products in 8 bits: 20.0 % over 9 runs, without its hopper\n"
+        "- two, matmuls in 8 bits: 20.0 % over 9 runs, without its hopper\n"
     )
     well, late = {"spearman": 1.0, "regret": 0.0}, {"spearman": 0.95, "regret": 0.1}
     grids = {

@@ -180,7 +180,7 @@ def test_products_that_a_device_does_not_have() -> None:
         )
     assert str(caught.value) == (
         "error[GA202]: precision='tf32' can not be planned\n"
-        "  why:  v100-32gb has no products in tfloat32\n"
+        "  why:  v100-32gb has no matmuls in tfloat32\n"
         "  help: use one of:  precision='fp32'  precision='fp16'\n"
         "  explain: graphaccel explain GA202"
     )

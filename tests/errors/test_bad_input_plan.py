@@ -143,14 +143,14 @@ error[GA202]: {said} can not be planned
         (
             {"precision": "fp8"},
             "precision='fp8'",
-            "products in 8 bits can be planned (`graphaccel plan`), not run yet",
+            "matmuls in 8 bits can be planned (`graphaccel plan`), not run yet",
             "use one of:  precision='fp32'  precision='bf16'  precision='bf16-params'  precision='fp16'  "
             "precision='tf32'",
         ),
         (
             {"precision": "tf32"},
             "precision='tf32'",
-            "cpu has no products in tfloat32",
+            "cpu has no matmuls in tfloat32",
             "use one of:  precision='fp32'",
         ),
         (
@@ -221,7 +221,7 @@ def test_a_plan_with_products_in_8_bits_is_not_run() -> None:
     plan = graphaccel.plan(model, batch, devices=1, device="h100-80gb", precision="fp8")
     text = _bad_pin(
         "precision='fp8'",
-        "products in 8 bits can be planned (`graphaccel plan`), not run yet",
+        "matmuls in 8 bits can be planned (`graphaccel plan`), not run yet",
         "use one of:  precision='fp32'  precision='bf16'  precision='bf16-params'  precision='fp16'  "
         "precision='tf32'",
     )

@@ -87,7 +87,7 @@ BAD: list[tuple[dict[str, Any], str, str, str]] = [
     ({"offload": ("none",)}, "offload=('none',)", "unknown", "offload='none'  offload='optimizer'  offload='activations'  offload='optimizer+activations'  offload='optimizer+parameters'  offload='optimizer+parameters+activations'"),
     (
         {"precision": Precision("int8")},
-        "precision=Precision(compute='int8', stream='float32', parameter='float32', reduce='float32', products='', scaled=False)",
+        "precision=Precision(compute='int8', stream='float32', parameter='float32', reduce='float32', matmul='', scaled=False)",
         "it has no name",
         "precision='fp32'  precision='bf16'  precision='bf16-params'  precision='fp16'  precision='tf32'  precision='fp8'",
     ),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from graphaccel.kernels.ops import experts as module
-from graphaccel.kernels.ops.experts import GRADIENT, PRODUCT
+from graphaccel.kernels.ops.experts import GRADIENT, GROUPED_MATMUL
 
 EXPERTS, ROWS, INNER, OUTER = 6, 40, 8, 16
 
@@ -32,7 +32,7 @@ def drawn(transposed: bool, chosen: str) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("chosen", ["any", "one", "some"])  # "one", "some": experts without rows
 def test_values_and_gradients(transposed: bool, chosen: str) -> None:
     x, w, ids = drawn(transposed, chosen)
-    made = PRODUCT(x, w, ids, 0, EXPERTS, transposed)
+    made = GROUPED_MATMUL(x, w, ids, 0, EXPERTS, transposed)
     true = looked_up(x, w, ids, transposed)
     torch.testing.assert_close(made, true, rtol=1e-13, atol=1e-13)
     weight = torch.randn(made.shape, generator=torch.Generator().manual_seed(1), dtype=made.dtype)
@@ -51,7 +51,7 @@ def test_shares_of_the_experts_add_up(grouped: bool, monkeypatch: pytest.MonkeyP
         x, w = x.float(), w.float()
     g = looked_up(x, w, ids, False) + 1
     half = EXPERTS // 2
-    parts = [PRODUCT(x, w[a : a + half], ids, a, EXPERTS, False) for a in (0, half)]
+    parts = [GROUPED_MATMUL(x, w[a : a + half], ids, a, EXPERTS, False) for a in (0, half)]
     tolerance = {"rtol": 1e-5, "atol": 1e-5} if grouped else {"rtol": 1e-13, "atol": 1e-13}
     torch.testing.assert_close(parts[0] + parts[1], looked_up(x, w, ids, False), **tolerance)
     mine = ids < half
@@ -67,5 +67,5 @@ def test_shares_of_the_experts_add_up(grouped: bool, monkeypatch: pytest.MonkeyP
 def test_no_rows_at_all() -> None:
     x, w = torch.zeros(0, INNER), torch.ones(EXPERTS, INNER, OUTER)
     ids = torch.zeros(0, dtype=torch.long)
-    assert PRODUCT(x, w, ids, 0, EXPERTS, False).shape == (0, OUTER)
+    assert GROUPED_MATMUL(x, w, ids, 0, EXPERTS, False).shape == (0, OUTER)
     assert not GRADIENT(x, torch.zeros(0, OUTER), ids, 0, EXPERTS, EXPERTS).any()

@@ -285,8 +285,8 @@ def test_accelerate() -> None:
         ("torchtitan", facts(2, 3, 1, 2, pipeline=4, microbatches=4), "2, 3, 1, 2 layers on the"),
         ("torchtitan", facts(4, 4, pipeline=2), "1 microbatches for 2 stages: "),
         ("torchtitan", facts(precision=Precision("float16")), "compute in float16: "),
-        ("torchtitan", facts(precision=PRECISIONS["fp8"]), "products in 8 bits: "),
-        ("accelerate", facts(precision=PRECISIONS["tf32"]), "products in tfloat32: "),
+        ("torchtitan", facts(precision=PRECISIONS["fp8"]), "matmuls in 8 bits: "),
+        ("accelerate", facts(precision=PRECISIONS["tf32"]), "matmuls in tfloat32: "),
         ("megatron", facts(4, 4, pipeline=2, schedule="gpipe"), "schedule gpipe: "),
         ("megatron", facts(4, 4, pipeline=2, recompute=("h.1",)), "which blocks are recomputed: "),
         (

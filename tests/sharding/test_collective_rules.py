@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from graphaccel.kernels.ops.experts import GRADIENT, PRODUCT
+from graphaccel.kernels.ops.experts import GRADIENT, GROUPED_MATMUL
 from graphaccel.planner.profile.cost import Sizes, node_work
 from graphaccel.sharding.rules.shard import Shard
 from graphaccel.sharding.rules.strategies import rows_of
@@ -79,7 +79,7 @@ def test_products_with_experts_are_products() -> None:
     """As many as there are experts, each with an equal share of the rows: in 8 bits too."""
     x, w = torch.empty(96, 16), torch.empty(4, 16, 32)
     experts = torch.zeros(96, dtype=torch.int64)
-    node = _call(PRODUCT, x, w, experts, 0, 4, False)
+    node = _call(GROUPED_MATMUL, x, w, experts, 0, 4, False)
     node.meta["val"], node.meta["dims"] = torch.empty(96, 32), (96, 32)
     work = node_work(node, Sizes({}))
     assert (work.kind, work.rows, work.columns, work.inner, work.count) == (

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from graphaccel.capture.stepgraph import capture
 from graphaccel.compiler.model import as_batch
 from graphaccel.kernels.ops.expert_rows import EXCHANGE
-from graphaccel.kernels.ops.experts import GRADIENT, PRODUCT
+from graphaccel.kernels.ops.experts import GRADIENT, GROUPED_MATMUL
 from graphaccel.planner.profile.cost import node_flops
 from graphaccel.sharding.apply.shard_axis import shard_axis
 from graphaccel.sharding.rules.ops.collectives import is_message
@@ -146,7 +146,7 @@ def test_experts_multiply_the_tokens_that_chose_them() -> None:
     """As Hugging Face writes them, with one rank's experts receiving no token: collectives do not
     depend on it, gradients are zero. Half of the work each where tokens are spread evenly."""
     whole, graph = on_experts("idle", 2)
-    ops = {str(PRODUCT), str(GRADIENT)}
+    ops = {str(GROUPED_MATMUL), str(GRADIENT)}
     work = [sum(flops(n) for n in g.nodes if str(n.target) in ops) for g in (whole, graph)]
     assert work[0] == 2 * work[1] > 0
     tokens, width, choices = 8 * 16, 32, 2
@@ -167,7 +167,7 @@ def test_rows_that_the_ranks_do_not_divide(ranks: int) -> None:
     """They are whole on every rank: each takes those of its experts, and shares add up."""
     _, graph = on_experts("odd", ranks)
     assert not [n for n in graph.nodes if n.target is EXCHANGE]
-    assert [n for n in graph.nodes if n.target is PRODUCT and n.args[0].meta.get("chosen")]
+    assert [n for n in graph.nodes if n.target is GROUPED_MATMUL and n.args[0].meta.get("chosen")]
 
 
 @pytest.mark.parametrize("written", ["eager", "grouped_mm"])
@@ -184,7 +184,7 @@ def test_other_ways_to_write_the_same_experts(written: str) -> None:
     ids = torch.arange(12).reshape(2, 6)
     batch = as_batch({"input_ids": ids, "labels": ids})
     step = capture(model, batch, symbolic=False)
-    assert sum(n.target is PRODUCT for n in step.forward.graph.graph.nodes) == 2
+    assert sum(n.target is GROUPED_MATMUL for n in step.forward.graph.graph.nodes) == 2
     assert model.config._experts_implementation == written
     true = model(input_ids=ids, labels=ids).loss
     true.backward()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from graphaccel.kernels.ops.experts import GRADIENT, PRODUCT
+from graphaccel.kernels.ops.experts import GRADIENT, GROUPED_MATMUL
 from tests.support import calls as c
 from tests.support import calls_leading as leading
 from tests.support.calls import Case
@@ -102,7 +102,7 @@ CASES: Mapping[Any, Case] = MappingProxyType(
         aten.dot.default: c.product_call("k", "k"),
         aten.addmm.default: c.added_call(),
         aten.baddbmm.default: c.added_call(2),
-        PRODUCT: lambda d: (
+        GROUPED_MATMUL: lambda d: (
             (
                 d.real(6, 2),
                 *d.one(

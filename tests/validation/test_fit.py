@@ -15,7 +15,7 @@ from graphaccel.planner.cluster.catalogue import KILOWATTS, cluster
 from graphaccel.planner.plan.plan import Precision
 from graphaccel.planner.profile.efficiency import Work, computing, seconds_of
 
-PRODUCT = Work(
+GROUPED_MATMUL = Work(
     kind="product", flops=2 * 32768**3, bytes=6 * 32768**2, dtype="bfloat16",
     rows=32768, columns=32768, inner=32768,
 )  # fmt: skip
@@ -31,7 +31,7 @@ def sample_of(part: str, device: str, share: float = 1.0) -> Sample:
     """A run of a source, which is one large product, with `share` of the rate that is predicted."""
     known = cluster(device, 1).device
     run = next(r for r in runs() if part in r.source and r.device == device and not r.products)
-    return Sample(replace(run, seconds=1.0 / share), known, [(PRODUCT, 1)], 1.0, 0.0)
+    return Sample(replace(run, seconds=1.0 / share), known, [(GROUPED_MATMUL, 1)], 1.0, 0.0)
 
 
 def test_a_source_is_predicted_with_what_the_others_say() -> None:
@@ -108,15 +108,15 @@ def test_who_alone_schedules_two_microbatches_is_left_out_with_what_that_takes()
 def test_products_in_eight_bits_have_a_share_of_their_own() -> None:
     """One that is fitted on runs that have them, and that changes nothing of those that do not."""
     whole, few = sample_of("dgxc", "h100-80gb"), sample_of("llm-foundry", "h100-80gb")
-    low = Precision("bfloat16", products="float8_e4m3fn")
+    low = Precision("bfloat16", matmul="float8_e4m3fn")
     device = replace(computing(whole.device, low), product_8_bits=0.6)
-    few = replace(few, device=device, run=replace(few.run, products=low.products))
+    few = replace(few, device=device, run=replace(few.run, products=low.matmul))
     figures = fitted([whole, few])
     assert figures["families"]["h100"]["product"] == whole.device.product
     assert figures["families"]["h100"]["eight_bits"] == 0.6
     # No run says how fast a copy is: casts are at the least rate of the grid, 0.6 in place of 0.9.
-    casts = 2 * PRODUCT.rows * PRODUCT.inner / device.memory_bandwidth
-    longer = casts * (0.9 / 0.6 - 1) / seconds_of(PRODUCT, device)
+    casts = 2 * GROUPED_MATMUL.rows * GROUPED_MATMUL.inner / device.memory_bandwidth
+    longer = casts * (0.9 / 0.6 - 1) / seconds_of(GROUPED_MATMUL, device)
     assert figures["sources"][few.run.reported]["fitted"] == pytest.approx(longer, rel=0.02)
     # Nothing else says what such products reach: as much as others do.
     left = figures["sources"][few.run.reported]["left_out"]

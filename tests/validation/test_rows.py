@@ -335,4 +335,4 @@ def test_four_bits_are_faster_than_eight() -> None:
     run = replace(run, heads=64, kv_heads=8, memory=None)
     eight = replace(run, products="float8_e4m3fn")
     assert Predictor(8).predict(run).seconds < Predictor(8).predict(eight).seconds
-    assert run.reported.endswith(", products in 4 bits")
+    assert run.reported.endswith(", matmuls in 4 bits")

@@ -21,7 +21,7 @@ from graphaccel.capture.canonical.calls import arguments_of, emit, replace_call
 from graphaccel.capture.canonical.causal import causal_attention
 from graphaccel.capture.canonical.losses import LOSSES
 from graphaccel.ir.values import operands
-from graphaccel.kernels.ops.experts import PRODUCT
+from graphaccel.kernels.ops.experts import GROUPED_MATMUL
 
 aten = torch.ops.aten
 
@@ -135,7 +135,7 @@ def _expert_matmul(node: fx.Node) -> None:
         count = table.meta["val"].shape[0]
         unsqueezed = rows.target is aten.unsqueeze.default and operands(rows)[1] % 3 == dim
         flat = operands(rows)[0] if unsqueezed else emit(node, aten.squeeze.dim, rows, dim)
-        result = emit(node, PRODUCT, flat, table, experts, 0, count, transposed)
+        result = emit(node, GROUPED_MATMUL, flat, table, experts, 0, count, transposed)
         for user in node.users:
             one = user.target is aten.squeeze.dim
             if one and operands(user)[1] % 3 == (2 if transposed else 1):

@@ -114,7 +114,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 expert_product.register_autograd(_backward, setup_context=_keep)
-PRODUCT, GRADIENT = (
+GROUPED_MATMUL, GRADIENT = (
     torch.ops.graphaccel.expert_product.default,
     torch.ops.graphaccel.expert_gradient.default,
 )
@@ -123,7 +123,7 @@ PRODUCT, GRADIENT = (
 if torch.ops.graphaccel.expert_product not in flop_registry:
 
     @register_flop_formula(torch.ops.graphaccel.expert_product)
-    def _product_flops(
+    def _matmul_flops(
         x: Any, w: Any, experts: Any, first: int, count: int, transposed: bool, **_: Any
     ) -> Any:
         return 2 * x[0] * w[1] * w[2]

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from graphaccel.ort.builder import Arguments, Builder, Declined, Translations, Value
-from graphaccel.ort.ops.products import swap_last
+from graphaccel.ort.ops.matmuls import swap_last
 
 aten = torch.ops.aten
 

@@ -16,9 +16,9 @@ from graphaccel.ort.ops import (
     images,
     indexing,
     losses,
+    matmuls,
     normalise,
     pointwise,
-    products,
     reductions,
     shapes,
 )
@@ -26,7 +26,7 @@ from graphaccel.ort.ops import (
 FAMILIES: Mapping[str, Translations] = MappingProxyType(
     {
         "elementwise": pointwise.OPS,
-        "products": products.OPS,
+        "matmuls": matmuls.OPS,
         "shapes": shapes.OPS,
         "factories": factories.OPS,
         "reductions": reductions.OPS,

@@ -87,17 +87,17 @@ class _Reduced:
 @dataclass(frozen=True)
 class _Term:
     """A summand of a gradient. views: from the summand back to the node whose value it shows, each
-    without another reader. product: that node, if it is a matmul that can write to an `out`
+    without another reader. matmul: that node, if it is a matmul that can write to an `out`
     tensor."""
 
     node: fx.Node
     views: tuple[fx.Node, ...] = ()
-    product: fx.Node | None = None
+    matmul: fx.Node | None = None
 
     @property
     def made(self) -> fx.Node:
         """The node that computes the summand."""
-        return self.product or self.node
+        return self.matmul or self.node
 
 
 @dataclass(frozen=True)
@@ -243,8 +243,8 @@ class _Accumulating:
             for node in gradient.sums:
                 graph.erase_node(made[node])
             for term in gradient.terms:
-                if term.product is not None:
-                    for node in (*term.views, term.product):
+                if term.matmul is not None:
+                    for node in (*term.views, term.matmul):
                         graph.erase_node(made[node])
         if last:
             order = {node: i for i, node in enumerate(graph.nodes)}
@@ -279,15 +279,15 @@ class _Accumulating:
 
     def _write(self, accumulator: fx.Node, term: _Term, first: bool) -> fx.Node:
         """Add one summand to the accumulator, right after it is computed."""
-        if term.product is not None:
-            product = self.made[term.product]
-            with self.graph.inserting_before(product):
+        if term.matmul is not None:
+            matmul = self.made[term.matmul]
+            with self.graph.inserting_before(matmul):
                 target = self._target(accumulator, term)
                 if first:
-                    node = self.graph.call_function(aten.mm.out, product.args, {"out": target})
+                    node = self.graph.call_function(aten.mm.out, matmul.args, {"out": target})
                 else:
-                    node = self.graph.call_function(aten.addmm_.default, (target, *product.args))
-            return self._marked(node, target, product)
+                    node = self.graph.call_function(aten.addmm_.default, (target, *matmul.args))
+            return self._marked(node, target, matmul)
         value = self.made[term.node]
         place = self.start if value.op == "placeholder" else value
         # After the writes that exist: the first of a gradient's terms overwrites.

@@ -230,7 +230,7 @@ def _values(record: Record, problem: Problem, plan: Plan, name: str) -> list:
     if name == "precision":
         rates = problem.cluster.device.peak_flops
         known = [(n, p) for n, p in PRECISIONS.items() if p.compute in rates]
-        return [n for n, p in known if not p.products or p.products in rates]
+        return [n for n, p in known if not p.matmul or p.matmul in rates]
     return []
 
 

@@ -13,8 +13,8 @@ PRECISIONS: Mapping[str, Precision] = {
     "bf16": Precision(compute="bfloat16"),
     "bf16-params": Precision(compute="bfloat16", stream="bfloat16"),
     "fp16": Precision(compute="float16", scaled=True),
-    "tf32": Precision(products="tfloat32"),
-    "fp8": Precision(compute="bfloat16", stream="bfloat16", products="float8_e4m3fn"),
+    "tf32": Precision(matmul="tfloat32"),
+    "fp8": Precision(compute="bfloat16", stream="bfloat16", matmul="float8_e4m3fn"),
 }
 
 

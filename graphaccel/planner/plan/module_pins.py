@@ -18,7 +18,7 @@ from graphaccel.planner.plan.plan import INTERLEAVES
 aten = torch.ops.aten
 VOCAB = ("data", "tensor")
 SHARDING = ("data", "expert", "context", "tensor")
-_PRODUCTS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default})
+_MATMULS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default})
 _LOOKS = frozenset(
     {
         aten.t.default, aten.transpose.int, aten.permute.default, aten.reshape.default,
@@ -62,7 +62,7 @@ def _heads(scores: fx.Node, parameters: Mapping[fx.Node, str]) -> list[fx.Node]:
     """The parameters of the matmul that computes some scores, through views, casts and shifts."""
     while scores.target in _LOOKS:
         scores = cast(fx.Node, scores.args[0])
-    if scores.target not in _PRODUCTS:
+    if scores.target not in _MATMULS:
         return []
     found = []
     for node in scores.all_input_nodes:

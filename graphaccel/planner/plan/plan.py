@@ -25,20 +25,20 @@ INTERLEAVES = (1, 2, 4)
 class Precision:
     """Dtypes by role, as torch dtype names. compute: of matmuls. stream: of the values between
     them: float32, or the compute dtype, where parameters are cast before anything reads them.
-    products: what a device rounds the inputs of a matmul to, where that is not compute ("tfloat32",
+    matmul: what a device rounds the inputs of a matmul to, where that is not compute ("tfloat32",
     or an 8-bit dtype). scaled: dynamic loss scaling (fp16)."""
 
     compute: str = "float32"
     stream: str = "float32"
     parameter: str = "float32"
     reduce: str = "float32"
-    products: str = ""
+    matmul: str = ""
     scaled: bool = False
 
     @property
     def planned_only(self) -> bool:
         """Whether it can be planned only: the runtime does not support it."""
-        return self.products.startswith("float8")
+        return self.matmul.startswith("float8")
 
 
 @dataclass(frozen=True)
@@ -288,8 +288,8 @@ class Plan:
             through = self.precision.stream != "float32"
             parts.append(self.precision.compute + " parameters" * through)
             parts[-1] += ", cast once a step" * self.holds_casts
-        if self.precision.products:
-            parts.append(f"{self.precision.products} products")
+        if self.precision.matmul:
+            parts.append(f"{self.precision.matmul} matmuls")
         if self.compile != "off":
             parts.append(self.compile)
         if self.cuda_graphs:
@@ -356,7 +356,7 @@ class Plan:
                 (axis, from_data(own))
                 for axis, own in sorted(data.get("axis_placements", {}).items())
             ),
-            precision=Precision(**data["precision"]),
+            precision=_precision_of(data["precision"]),
             alternatives=tuple(Alternative(**a) for a in data["alternatives"]),
             prediction=prediction,
         )
@@ -380,3 +380,8 @@ def _upgraded(data: dict[str, Any]) -> dict[str, Any]:
              "stages": "stage_of"}  # fmt: skip
     new["pinned"] = [names.get(name, name) for name in data.get("pinned", ())]
     return {name: value for name, value in new.items() if name not in ("shard", "gather_again")}
+
+
+def _precision_of(data: Mapping[str, Any]) -> Precision:
+    """The dtypes of a plan's JSON; `matmul` may have its former name, `products`."""
+    return Precision(**{"matmul" if name == "products" else name: v for name, v in data.items()})

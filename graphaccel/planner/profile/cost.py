@@ -26,7 +26,7 @@ from graphaccel.compat.torch.onednn import onednn_linear
 from graphaccel.ir.calls import COUNTED_LIKE, counted_packet, is_causal, op_packet
 from graphaccel.ir.values import operands
 from graphaccel.kernels.ops.experts import GRADIENT as EXPERT_GRADIENT
-from graphaccel.kernels.ops.experts import PRODUCT as EXPERT_PRODUCT
+from graphaccel.kernels.ops.experts import GROUPED_MATMUL
 from graphaccel.kernels.register import fusion_of, is_backward
 from graphaccel.kernels.spec import Chunks, Fusion
 from graphaccel.planner.cluster.cluster import Device
@@ -53,7 +53,7 @@ RESHAPES = {
 TRANSPOSES = {aten.t.default, aten.transpose.int, aten.permute.default}
 _SUMS = {aten.addmm_.default, aten.mm.out}
 OPTIMIZER = "optimizer"
-_PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm}
+_MATMULS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm}
 # Reads of the first argument that touch only as much as the result holds.
 _GATHERS = {aten.embedding, aten.index_select, aten.index, aten.gather}
 
@@ -304,7 +304,7 @@ def _asked(node: fx.Node, sizes: Resolve, op: str) -> Work:
     if packet in COUNTED_LIKE or "scaled_dot_product" in str(packet):
         return replace(_attention(node, sizes, flops, moved, dtype), op=op)
     given = [dims_of(n, sizes) for n in node.args if isinstance(n, fx.Node)]
-    if packet in _PRODUCTS:
+    if packet in _MATMULS:
         left, right = given[-2:]
         rows, inner, columns = left[-2], left[-1], right[-1]
         count = left[0] if len(left) == 3 else 1
@@ -313,7 +313,7 @@ def _asked(node: fx.Node, sizes: Resolve, op: str) -> Work:
         shape = rows, columns, inner, count
         cast = 1 / left_readers(node)
         return Work("product", flops, moved, dtype, *shape, 1, op, aligned, cast=cast)
-    if node.target in (EXPERT_PRODUCT, EXPERT_GRADIENT):
+    if node.target in (GROUPED_MATMUL, EXPERT_GRADIENT):
         cast = 1 / left_readers(node)
         return Work("product", flops, moved, dtype, *_grouped(node, sizes), op=op, cast=cast)
     if fusion_of(node.target) is not None and len(given) > 1 and len(given[1]) == 2:
@@ -349,9 +349,9 @@ def left_source(node: fx.Node) -> fx.Node | None:
 
 def _left(node: fx.Node) -> fx.Node | None:
     """The left operand of a matmul."""
-    if node.target in (EXPERT_PRODUCT, EXPERT_GRADIENT):
+    if node.target in (GROUPED_MATMUL, EXPERT_GRADIENT):
         return first_input(node)
-    if node.op != "call_function" or op_packet(node) not in _PRODUCTS:
+    if node.op != "call_function" or op_packet(node) not in _MATMULS:
         return None
     return [n for n in node.args if isinstance(n, fx.Node)][-2]
 

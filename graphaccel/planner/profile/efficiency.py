@@ -60,8 +60,8 @@ _GAP = 2e-6
 _QUERIES = 128
 _DIAGONAL = 1024
 _ROUNDS = {"attention": 1.5, "attention backward": 0.6}
-_EIGHT_BITS = "8-bit products of "  # with a dtype: a rate of a device from `computing`
-_FOUR_BITS = "4-bit products of "
+_EIGHT_BITS = "8-bit matmuls of "  # with a dtype: a rate of a device from `computing`
+_FOUR_BITS = "4-bit matmuls of "
 # Bytes written, and in 4 bits read, for each number that is cast.
 _CASTS = {_EIGHT_BITS: 1 + 1, _FOUR_BITS: 3 * 2 + 2 * (1 / 2 + 1 / 16)}
 
@@ -112,12 +112,12 @@ def peak_flops(device: Device, dtype: str) -> float:
 
 def computing(device: Device, precision: Precision) -> Device:
     """The device with the rates of a precision that rounds the inputs of matmuls."""
-    if not precision.products:
+    if not precision.matmul:
         return device
-    rate = peak_flops(device, precision.products)
-    if precision.products == "tfloat32":  # convolutions and attention as well
+    rate = peak_flops(device, precision.matmul)
+    if precision.matmul == "tfloat32":  # convolutions and attention as well
         return replace(device, peak_flops={**device.peak_flops, "float32": rate})
-    bits = _FOUR_BITS if precision.products.startswith("float4") else _EIGHT_BITS
+    bits = _FOUR_BITS if precision.matmul.startswith("float4") else _EIGHT_BITS
     return replace(device, peak_flops={**device.peak_flops, bits + precision.compute: rate})
 
 

@@ -48,7 +48,7 @@ from graphaccel.planner.profile.microbatch_profile import SizedProfile
 from graphaccel.planner.profile.storages import Crossing, Tensor, find_storages
 
 _CAST = torch.ops.aten._to_copy.default
-_PRODUCT = torch.ops.aten.mm.default
+_MM = torch.ops.aten.mm.default
 _LOW = (torch.bfloat16, torch.float16)
 _RECENT = 8  # recompute choices that are cached: with many layers each is large
 T = TypeVar("T")
@@ -68,7 +68,7 @@ class Parameter:
 
 def _is_result(node: fx.Node) -> bool:
     """Whether a node is a matmul that one result is a view of, and that nothing else reads."""
-    if node.target is not _PRODUCT:
+    if node.target is not _MM:
         return False
     while len(node.users) == 1:
         (user,) = node.users

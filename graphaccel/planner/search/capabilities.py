@@ -56,7 +56,7 @@ def check_offload(pins: Pins, problem: Problem) -> None:
 def check_matmul_rates(pins: Pins, problem: Problem) -> None:
     """Raises BadPin (GA202) for a precision whose matmuls the devices do not support; the error
     names the precisions that are no slower there than float32."""
-    dtype = PRECISIONS[pins.precision or "fp32"].products
+    dtype = PRECISIONS[pins.precision or "fp32"].matmul
     device = problem.cluster.device
     if dtype and dtype not in device.peak_flops:
         usual, rates = device.peak_flops["float32"], device.peak_flops
@@ -64,9 +64,9 @@ def check_matmul_rates(pins: Pins, problem: Problem) -> None:
         known = (
             name
             for name, p in PRECISIONS.items()
-            if not p.products and rates.get(p.compute, 0) >= usual and (scaled or not p.scaled)
+            if not p.matmul and rates.get(p.compute, 0) >= usual and (scaled or not p.scaled)
         )
-        reason = f"{device.name} has no products in {dtype}"
+        reason = f"{device.name} has no matmuls in {dtype}"
         raise BadPin(pin="precision", value=pins.precision, reason=reason, allowed=tuple(known))
 
 
@@ -84,7 +84,7 @@ def planned_notes(plan: Plan) -> tuple[str, ...]:
     notes = []
     if plan.precision.planned_only:
         notes.append(
-            "products in 8 bits are planned, not run: optimize() refuses them; memory is counted "
+            "matmuls in 8 bits are planned, not run: optimize() refuses them; memory is counted "
             "as with precision=bf16-params, without copies in 8 bits"
         )
     return tuple(notes)

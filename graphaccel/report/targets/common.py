@@ -67,13 +67,13 @@ def refuse_common(facts: Facts, refused: Refused, target: str) -> None:
         )
     if plan.outputs != "loss":
         refused.add(f'outputs="{plan.outputs}": {target} computes the loss only')
-    if plan.precision.products == "tfloat32":
+    if plan.precision.matmul == "tfloat32":
         refused.add(
-            "products in tfloat32: a setting of the script's own process, "
+            "matmuls in tfloat32: a setting of the script's own process, "
             'torch.backends.cuda.matmul.fp32_precision = "tf32"'
         )
     if plan.precision.planned_only and target != "Megatron-LM":
-        refused.add(f"products in 8 bits: {target} has them by settings of its own")
+        refused.add(f"matmuls in 8 bits: {target} has them by settings of its own")
     if plan.selective:
         refused.add(
             f"which values recomputed blocks save: {target} has that by ops or modules of its own",

@@ -163,7 +163,7 @@ def _later_hidden(emit: Emitter, like: torch.Tensor, columns: int) -> fx.Node:
     return emit.call(aten.expand.default, mask, [like.shape[0], 1, rows, columns])
 
 
-def _expert_product(emit: Emitter, node: fx.Node, tensors: list[fx.Node]) -> list[fx.Node]:
+def _grouped_matmul(emit: Emitter, node: fx.Node, tensors: list[fx.Node]) -> list[fx.Node]:
     """Only the rows of this rank's experts."""
     held = tensors[1].meta["val"].shape[0]
     return [emit.call(node.target, *tensors, 0, *node.args[4:], bind={3: held})]
@@ -198,7 +198,7 @@ LOWERINGS: Mapping[str, Lowering] = MappingProxyType(
         "nll_loss": _nll_loss,
         "causal": _causal,
         "dropout": _dropout,
-        "expert_product": _expert_product,
+        "expert_product": _grouped_matmul,
         "expert_gradient": _expert_gradient,
     }
 )

@@ -13,7 +13,7 @@ from graphaccel.capture.export.export import GraphInput, GraphOutput
 from graphaccel.capture.symbols import BATCH
 from graphaccel.ir.calls import is_random
 from graphaccel.ir.values import operands
-from graphaccel.kernels.ops.experts import GRADIENT, PRODUCT
+from graphaccel.kernels.ops.experts import GRADIENT, GROUPED_MATMUL
 from graphaccel.sharding.rules.ops import indexing
 from graphaccel.sharding.rules.ops.factories import UNIFORM
 from graphaccel.sharding.rules.shard import Placement, Shard
@@ -118,7 +118,7 @@ def signature(node: fx.Node) -> tuple[Any, ...]:
             return tuple(map(seen, value))
         return type(value), value
 
-    if node.target in indexing.RULES or node.target in (PRODUCT, GRADIENT):
+    if node.target in indexing.RULES or node.target in (GROUPED_MATMUL, GRADIENT):
         return (node.name,)  # their indices decide too
     named = tuple((name, seen(value)) for name, value in node.kwargs.items())
     return (node.target, seen(node.args), named, node.meta.get("dims"))

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from graphaccel.ir.calls import arguments
-from graphaccel.kernels.ops.experts import GRADIENT, PRODUCT
+from graphaccel.kernels.ops.experts import GRADIENT, GROUPED_MATMUL
 from graphaccel.sharding.rules.notation import output_shapes, shape_of, tensor_arguments
 from graphaccel.sharding.rules.ops.indexing import takes_rows
 from graphaccel.sharding.rules.propagate import PARTIAL, REPLICATED
@@ -140,7 +140,7 @@ def _labelled_backward(
         yield Row((REPLICATED, classes, REPLICATED, None), (classes,), "nll_loss")
 
 
-def _added_product(
+def _added_matmul(
     node: fx.Node, ranks: int, inputs: Sequence[Shards], outputs: Sequence[Shards]
 ) -> Iterator[Row]:
     """addmm with a sharded inner dim: the added term must be a partial sum."""
@@ -189,7 +189,7 @@ _LOWERED: Mapping[Any, Lowered] = MappingProxyType(
         aten.embedding.default: _embedding,
         aten.index.Tensor: _look_up,
         aten.index_put.default: _look_up,
-        PRODUCT: _chosen,
+        GROUPED_MATMUL: _chosen,
         GRADIENT: _chosen,
         aten.embedding_dense_backward.default: _embedding_backward,
         aten._softmax.default: _softmax_along,
@@ -198,7 +198,7 @@ _LOWERED: Mapping[Any, Lowered] = MappingProxyType(
         aten._log_softmax_backward_data.default: _softmax_along,
         aten.nll_loss_forward.default: _labelled,
         aten.nll_loss_backward.default: _labelled_backward,
-        aten.addmm.default: _added_product,
+        aten.addmm.default: _added_matmul,
         aten._scaled_dot_product_flash_attention_for_cpu.default: _causal,
         aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _causal,
     }

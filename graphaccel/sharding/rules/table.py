@@ -21,19 +21,19 @@ from graphaccel.sharding.rules.ops import (
     indexing,
     linalg,
     losses,
+    matmuls,
     normalise,
     pointwise,
     reductions,
     shapes,
 )
 from graphaccel.sharding.rules.ops import batch_dims as leading
-from graphaccel.sharding.rules.ops import matmuls as products
 from graphaccel.sharding.rules.ops.fused import fused_rule
 
 RULES: Rules = MappingProxyType(
     {
         **pointwise.RULES,
-        **products.RULES,
+        **matmuls.RULES,
         **shapes.RULES,
         **reductions.RULES,
         **indexing.RULES,

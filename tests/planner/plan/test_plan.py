@@ -94,6 +94,13 @@ def test_an_unknown_field_of_placements_is_refused() -> None:
         Plan.from_json(json.dumps(data))
 
 
+def test_the_former_name_of_the_matmul_dtype_is_read() -> None:
+    plan = Plan(1, precision=Precision(matmul="tfloat32"))
+    data = json.loads(plan.to_json())
+    data["precision"]["products"] = data["precision"].pop("matmul")
+    assert Plan.from_json(json.dumps(data)) == plan
+
+
 def test_a_plan_of_schema_1_is_read() -> None:
     data = json.loads(
         Plan(devices=4, data=4, zero=3, shard_size=2, pinned=("shard_size",)).to_json()

@@ -157,7 +157,7 @@ def test_products_that_round_are_faster_and_hold_the_same(
     assert seconds(plans[0]) < seconds(plans[1])
     assert peak(plans[0]) == peak(plans[1])
     assert any("planned, not run" in note for note in plans[0].notes) == (name == "fp8")
-    with pytest.raises(errors.BadPin, match="made-up has no products in"):
+    with pytest.raises(errors.BadPin, match="made-up has no matmuls in"):
         search(step, few, pins={"precision": name}, optimizer_bytes=8)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from graphaccel.ir.calls import arguments
-from graphaccel.kernels.ops.experts import GRADIENT, PRODUCT
+from graphaccel.kernels.ops.experts import GRADIENT, GROUPED_MATMUL
 from graphaccel.sharding.rules.notation import (
     Indices,
     Notation,
@@ -23,7 +23,7 @@ from graphaccel.sharding.rules.notation import (
 aten = torch.ops.aten
 
 
-def _added_product(node: fx.Node) -> Notation:
+def _added_matmul(node: fx.Node) -> Notation:
     """addmm, baddbmm: the added term is broadcast. It may be added only once, so k cannot be
     sharded."""
     added, *_ = tensor_arguments(node)
@@ -110,15 +110,15 @@ RULES: Rules = MappingProxyType(
         aten.bmm.default: text("b m k, b k n -> b m n", linear=((0,), (1,))),
         aten.mv.default: text("m k, k -> m", linear=((0,), (1,))),
         aten.dot.default: text("k, k ->", linear=((0,), (1,))),
-        aten.addmm.default: _added_product,
+        aten.addmm.default: _added_matmul,
         aten.vdot.default: text("k, k ->", linear=((0,), (1,))),
         aten.addmv.default: _added_to("m", "m k, k"),
         aten.addr.default: _added_to("m n", "m, n"),
         aten.addbmm.default: _added_to("m n", "b m k, b k n"),
-        aten.baddbmm.default: _added_product,
+        aten.baddbmm.default: _added_matmul,
         aten.convolution.default: _convolution,
         aten.convolution_backward.default: _convolution_backward,
-        PRODUCT: _chosen,
+        GROUPED_MATMUL: _chosen,
         GRADIENT: text("s k, s n, s -> e k n", linear=((0,), (1,))),
     }
 )
