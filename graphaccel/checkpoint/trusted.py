@@ -48,7 +48,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         """Raises CheckpointUntrusted (GA415)."""
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not dtype and name not in _ALLOWED.get(module, ()):
-            raise CheckpointUntrusted(path=self.path, found=f"{module}.{name}")
+            raise CheckpointUntrusted(path=self.path, named=f"{module}.{name}")
         return super().find_class(module, name)
 
 
@@ -119,7 +119,7 @@ def load_values(path: Path, *, lazily: bool = False) -> Any:
         except pickle.UnpicklingError as error:
             named = re.search(r"(?:GLOBAL|global:?|[Ii]nstantiate|class) `?([\w.]+)", str(error))
             if named is not None and "." in named[1]:
-                raise CheckpointUntrusted(path=str(path), found=named[1]) from None
+                raise CheckpointUntrusted(path=str(path), named=named[1]) from None
             raise CheckpointDamaged(
                 path=str(path), problems=("it was not written by torch.save",)
             ) from None

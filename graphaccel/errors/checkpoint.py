@@ -88,15 +88,15 @@ class CheckpointDiffers(GraphAccelError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class CheckpointUntrusted(GraphAccelError):
-    """A pickle that names more than weights. found: the name that it would have called."""
+    """A pickle that names more than weights. named: the name that it would have called."""
 
     code = "GA415"
     path: str
-    found: str
+    named: str
 
     def message(self) -> Message:
         return Message(
-            f"`{self.path}` holds more than weights: it names `{self.found}`",
+            f"`{self.path}` holds more than weights: it names `{self.named}`",
             why="a pickle runs what it names when it is read, so only tensors and plain values are "
             "read; nothing was run",
             help=(

@@ -94,14 +94,14 @@ class Guards:
             if place is None or not place.is_number:
                 now = MISSING if place is None else place.token
                 gone = place or Place(name, {}, name, "dict", MISSING)
-                changes.append(Change(gone, "a number", said(now)))
+                changes.append(Change(gone, "a number", token_text(now)))
         for name, before in self.recorded.items():
             place = found.get(name)
             now = MISSING if place is None else place.token
             if not _equal(now, before):
                 if place is None:
                     place = Place(name, {}, name, "dict", MISSING)
-                changes.append(Change(place, said(before), said(now)))
+                changes.append(Change(place, token_text(before), token_text(now)))
             elif place is not None and not self._same_content(place):
                 changes.append(Change(place, "a tensor", "a tensor with other values"))
         return changes
@@ -208,7 +208,7 @@ def _equal(now: Any, before: Any) -> bool:
     return now is before or (type(now) is type(before) and now == before)
 
 
-def said(token: Any) -> str:
+def token_text(token: Any) -> str:
     """A token as text, without addresses."""
     if token is MISSING:
         return "not there"

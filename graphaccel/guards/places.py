@@ -126,7 +126,7 @@ def places(model: nn.Module, reads: Reads, live: nn.Module | None = None) -> dic
         walk.scope(scope)
     for name, root in reads.roots.items():
         walk.value(name, reads.roots, name, "dict", root, None, 0, True)
-    return walk.found
+    return walk.places
 
 
 def objects_of(model: nn.Module, *others: Any) -> set[type]:
@@ -173,7 +173,7 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 class _Walk:
     def __init__(self, model: nn.Module, reads: Reads) -> None:
-        self.found: dict[str, Place] = {}
+        self.places: dict[str, Place] = {}
         self._reads, self._names = reads, reads.names
         self._own: set[int] = set()
         self._modules: set[int] = set()
@@ -337,7 +337,7 @@ class _Walk:
                 self.value(named, value, real, "attribute", inner, read, depth + 1, shared)
 
     def _keep(self, place: Place) -> None:
-        self.found.setdefault(place.name, place)
+        self.places.setdefault(place.name, place)
 
 
 class _ClassKey(str):

@@ -34,7 +34,7 @@ class Fakes:
 
     def __init__(self, mode: FakeTensorMode | None = None) -> None:
         self.mode = mode or uncached_fake_mode()
-        self._alike: dict[Hashable, torch.Tensor] = {}
+        self._representatives: dict[Hashable, torch.Tensor] = {}
         self._seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id
         self._given: dict[Hashable, Any] = {}
         self._shaped: dict[Hashable, torch.Tensor] = {}
@@ -137,16 +137,16 @@ class Fakes:
         device = device or tensor.device
         kind = (tensor.dtype, device, tuple(tensor.shape), tensor.stride(),
                 tensor.storage_offset(), tensor.is_conj(), tensor.is_neg())  # fmt: skip
-        like = self._alike.get(kind)
+        like = self._representatives.get(kind)
         if like is None:
             own = getattr(tensor, "fake_mode", None) is self.mode
-            like = self._alike[kind] = tensor if own else self._made(tensor, device)
+            like = self._representatives[kind] = tensor if own else self._in_mode(tensor, device)
             self._seen[id(like)] = like, like
         if not tensor.is_meta:  # meta tensors belong to one call only
             self._seen[id(tensor)] = tensor, like
         return like
 
-    def _made(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    def _in_mode(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """A fake tensor in this mode with the metadata of one of another mode or of the meta
         device."""
         with without_torch_dispatch():

@@ -69,7 +69,7 @@ def _form(item: Item) -> str:
     """The line of an item, or the text of a result, as a template for its name and sources."""
     args, kwargs = item.call
     node = item.node
-    said = _argument(args[0]) if node is None else _said(node, _HOLE, args, kwargs)
+    said = _argument(args[0]) if node is None else _call_text(node, _HOLE, args, kwargs)
     return said.replace("%", "%%").replace(_HOLE, "%s")
 
 
@@ -98,7 +98,7 @@ def _line(node: fx.Node, notes: bool) -> str:
     if node.op == "output":
         returned: Any = node.args[0]
         return f"return ({', '.join(_argument(a) for a in returned)})"
-    line = _said(node, node.name, node.args, node.kwargs)
+    line = _call_text(node, node.name, node.args, node.kwargs)
     if not notes or node.op in ("placeholder", "get_attr"):
         return line
     made_by = node.meta.get("made_by", "")
@@ -106,7 +106,7 @@ def _line(node: fx.Node, notes: bool) -> str:
     return f"{line}    # {' '.join(s for s in said if s)}".rstrip(" #")
 
 
-def _said(node: fx.Node, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+def _call_text(node: fx.Node, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     kind = f": {type_text(node.meta['val'])}" if "val" in node.meta else ""
     if node.op in ("placeholder", "get_attr"):
         return f"%{name}{kind} = {'input' if node.op == 'placeholder' else 'constant'}"

@@ -81,18 +81,18 @@ class Sessions:
         if key in self._exact:
             return Opened(self._exact[key])
         if first == key or first not in self._alike:
-            self._exact[key] = self._made(model.content, model, device)
+            self._exact[key] = self._opened(model.content, model, device)
             self._alike[key] = _ForBatchSizes([sized])
             return Opened(self._exact[key])
         alike = self._alike[first]
         if alike.merged is None or not alike.merged.fits(sized):
             models = [*alike.models, sized]
             merged = Merged(models)
-            alike.session = self._made(merged.content, model, device)
+            alike.session = self._opened(merged.content, model, device)
             alike.models, alike.merged = models, merged
         return Opened(alike.session, alike.merged.sizes(sized))
 
-    def _made(self, content: bytes, model: RegionModel, device: torch.device) -> Any:
+    def _opened(self, content: bytes, model: RegionModel, device: torch.device) -> Any:
         runtime = importlib.import_module("onnxruntime")
         _allocate_plainly(runtime)
         options = session_options(runtime, self.threads or torch.get_num_threads())

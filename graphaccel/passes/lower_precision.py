@@ -94,11 +94,11 @@ def lower_precision(step: StepGraph, plan: Plan) -> StepGraph:
 def _cast(forward: ForwardGraph, low: torch.dtype, through: bool) -> ForwardGraph:
     """The forward graph with casts, built when it is first read: captures at other sizes seldom
     are."""
-    module = deferred_module(forward.graph, lambda: _made(forward, low, through), None)
+    module = deferred_module(forward.graph, lambda: _lowered(forward, low, through), None)
     return replace(forward, graph=module)
 
 
-def _made(forward: ForwardGraph, low: torch.dtype, through: bool) -> fx.Graph:
+def _lowered(forward: ForwardGraph, low: torch.dtype, through: bool) -> fx.Graph:
     graph = fx.Graph()
     graph.output(copy_nodes(graph, forward.graph.graph, {}))
     with torch.no_grad():  # as attention does at run time: its strides depend on it
@@ -157,13 +157,13 @@ def _cast_as_captured(node: fx.Node, target: PythonFunction) -> None:
 @dataclass
 class _Stream:
     """Casts under which every value follows the dtype of the parameters. given: placeholders of
-    parameters and of the batch, with their kind. made: casts, one for each value, dtype and block;
+    parameters and of the batch, with their kind. casts: nodes, one for each value, dtype and block;
     for parameters one for each module that reads them."""
 
     graph: fx.Graph
     low: torch.dtype
     given: Mapping[fx.Node, str]
-    made: dict[tuple[fx.Node, torch.dtype, str], fx.Node] = field(default_factory=dict)
+    casts: dict[tuple[fx.Node, torch.dtype, str], fx.Node] = field(default_factory=dict)
 
     def cast(self) -> None:
         """Insert the casts, in place; values of nodes are updated."""
@@ -213,9 +213,9 @@ class _Stream:
         # Readers of a tied weight may be on other stages: the cast would have to be sent.
         weight = self.given.get(source) == "parameter"
         key = source, dtype, module if weight else block_of(module)
-        if key not in self.made:
-            self.made[key] = _to(node, source, dtype)
-        return self.made[key]
+        if key not in self.casts:
+            self.casts[key] = _to(node, source, dtype)
+        return self.casts[key]
 
 
 def _restore_outputs(forward: ForwardGraph, output: fx.Node) -> None:

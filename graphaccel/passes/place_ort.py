@@ -149,7 +149,7 @@ class _Graph:
         self.flow = self.chooser.flow
         self.fake_mode = fake_mode_of(list(module.graph.nodes))
         self.new = fx.Graph()
-        self.made: dict[fx.Node, fx.Node] = {}
+        self.copies: dict[fx.Node, fx.Node] = {}
 
     # ---- rewriting
 
@@ -162,7 +162,7 @@ class _Graph:
         wanted = self.flow.wanted(parts)
         for node in self.module.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
-                self.made[node] = self.new.node_copy(node, lambda n: self.made[n])
+                self.copies[node] = self.new.node_copy(node, lambda n: self.copies[n])
         for part in parts:
             if part.label is None:
                 for node in part.nodes:
@@ -187,18 +187,20 @@ class _Graph:
 
     def _outside(self, node: fx.Node) -> fx.Node:
         """The copy of a node that is not in a region, with the views it reads through."""
-        if node in self.made:
-            return self.made[node]
+        if node in self.copies:
+            return self.copies[node]
         chain = [node]
         while chain:
-            missing = [n for n in chain[-1].all_input_nodes if n not in self.made]
+            missing = [n for n in chain[-1].all_input_nodes if n not in self.copies]
             if missing:
                 chain += missing
                 continue
             top = chain.pop()
-            if top not in self.made:
-                self.made[top] = self._evaluated(self.new.node_copy(top, lambda n: self.made[n]))
-        return self.made[node]
+            if top not in self.copies:
+                self.copies[top] = self._evaluated(
+                    self.new.node_copy(top, lambda n: self.copies[n])
+                )
+        return self.copies[node]
 
     def _evaluated(self, node: fx.Node) -> fx.Node:
         """Set the node's value by running it on fake tensors."""
@@ -222,7 +224,7 @@ class _Graph:
         for index, node in enumerate(outputs):
             item = self.new.call_function(getitem, (call, index))
             item.meta = {**_unbound(node), "made_by": "place_ort"}
-            self.made[node] = self._evaluated(item)
+            self.copies[node] = self._evaluated(item)
         count = sum(n not in self.flow.owner for n in part.nodes)
         self.log.regions.append(OrtRegion(self.stage, self.phase, module, model.key, count))
 

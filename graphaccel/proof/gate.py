@@ -52,7 +52,7 @@ class _Reference:
     None where gradients overflowed. weights: identities and versions at the time of the reference.
     """
 
-    made: Expected | str
+    expected: Expected | str
     batch: Batch
     trial: Callable[[bool], Mapping[str, Part] | None] = field(repr=False)
     example: bool = False
@@ -81,13 +81,13 @@ class Gate:
         this one prove nothing. Raises CaptureDiffers (GA108)."""
         self.proving = True
         try:
-            made = prove_together(pair, self._ranks)
+            proof = prove_together(pair, self._ranks)
         finally:
             self.proving = False
         self._proved.add(id(step))
-        self._compared, self._early, self._graph = not made.early, made.early, made.graph
+        self._compared, self._early, self._graph = not proof.early, proof.early, proof.graph
         left = self._undecided.pop(id(step), MORE + 1) - 1
-        if (made.retry or made.early) and left:
+        if (proof.retry or proof.early) and left:
             self._undecided[id(step)] = left
 
     def later(self, step: StepGraph, pair: Callable[[], Pair | str] | None, *, whole: bool) -> None:
@@ -120,7 +120,7 @@ class Gate:
 
     def keep(
         self,
-        made: Expected | str,
+        expected: Expected | str,
         batch: Batch,
         model: nn.Module,
         trial: Callable[[bool], Mapping[str, Part] | None],
@@ -129,7 +129,7 @@ class Gate:
     ) -> None:
         """Compare the next training step with this. model: in its current state, on this rank."""
         weights = _weights(model) if example else None
-        self._reference = _Reference(made, batch, trial, example, weights)
+        self._reference = _Reference(expected, batch, trial, example, weights)
 
     def before(self, now: Now, model: nn.Module, trial: Callable[[bool], Any]) -> None:
         """Before a training step: determine what it must give, or compare a trial step.
@@ -146,24 +146,24 @@ class Gate:
             return
         known = self._reference
         if known is None or (known.example and self._changed(known, model)):
-            made: Expected | str | None = self._reason
+            expected: Expected | str | None = self._reason
             if now.whole:
                 pair = now.pair()
                 assert isinstance(pair, Pair)
-                made = self.expect(pair, now.plan, now.program, example=False)
-            elif known is not None and isinstance(known.made, str):
-                made = known.made
-            assert made is not None
-            known = self._reference = _Reference(made, now.batch, trial)
-        made = known.made
-        if isinstance(made, str):
-            self._give_up(made)
-        elif made.tried or not _equal(known.batch, now.batch):
-            parts = known.trial(made.constant)
+                expected = self.expect(pair, now.plan, now.program, example=False)
+            elif known is not None and isinstance(known.expected, str):
+                expected = known.expected
+            assert expected is not None
+            known = self._reference = _Reference(expected, now.batch, trial)
+        expected = known.expected
+        if isinstance(expected, str):
+            self._give_up(expected)
+        elif expected.tried or not _equal(known.batch, now.batch):
+            parts = known.trial(expected.constant)
             if parts is None:
                 self._inconclusive(_OVERFLOW)
             else:
-                self._conclude(made, parts, now.mesh)
+                self._conclude(expected, parts, now.mesh)
 
     def _decide(self, now: Now) -> None:
         """Compare a captured graph of which an earlier batch proved nothing."""
@@ -183,11 +183,11 @@ class Gate:
         Raises PlanDiffers (GA109), in every step until one is correct.
         """
         if self._reference is not None:
-            assert isinstance(self._reference.made, Expected)
-            self._conclude(self._reference.made, parts_of(given()), mesh)
+            assert isinstance(self._reference.expected, Expected)
+            self._conclude(self._reference.expected, parts_of(given()), mesh)
 
-    def _conclude(self, made: Expected, parts: Mapping[str, Part], mesh: Mesh) -> None:
-        reason = made.check(parts, mesh)
+    def _conclude(self, expected: Expected, parts: Mapping[str, Part], mesh: Mesh) -> None:
+        reason = expected.check(parts, mesh)
         if reason:
             self._inconclusive(reason)
         else:
@@ -204,7 +204,7 @@ class Gate:
 
     def _changed(self, known: _Reference, model: nn.Module) -> bool:
         """Whether on some rank the reference is not for the model's current weights."""
-        changed = isinstance(known.made, str) or known.weights != _weights(model)
+        changed = isinstance(known.expected, str) or known.weights != _weights(model)
         if self._ranks == 1:
             return changed
         everyone: list[Any] = [None] * self._ranks

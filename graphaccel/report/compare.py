@@ -18,7 +18,7 @@ def comparison(a: Plan, b: Plan, *, names: tuple[str, str]) -> str:
     """The differences as text, with a newline at its end. names: of the plans."""
     sections = [
         [f"A  {names[0]}: {a.name}", f"B  {names[1]}: {b.name}"],
-        _made_for(a, b),
+        _different_inputs(a, b),
         _decisions(a, b),
         _memory(a, b),
         _time(a, b),
@@ -27,7 +27,7 @@ def comparison(a: Plan, b: Plan, *, names: tuple[str, str]) -> str:
     return "\n\n".join(lines) + "\n"
 
 
-def _made_for(a: Plan, b: Plan) -> list[str]:
+def _different_inputs(a: Plan, b: Plan) -> list[str]:
     """Models, clusters and batches of the plans where they are not the same: then times cannot be
     compared. Graph fingerprints are of a model and a batch: with different batches they do not
     identify the model."""
@@ -46,7 +46,7 @@ def _made_for(a: Plan, b: Plan) -> list[str]:
 def _decisions(a: Plan, b: Plan) -> list[str]:
     left, right = a.decisions, b.decisions
     rows = [
-        (f"  {name}", said(name, left.get(name)), said(name, right.get(name)), "")
+        (f"  {name}", described(name, left.get(name)), described(name, right.get(name)), "")
         for name in dict.fromkeys((*left, *right))
         if left.get(name) != right.get(name)
     ]
@@ -55,7 +55,7 @@ def _decisions(a: Plan, b: Plan) -> list[str]:
     return ["DECISIONS that differ", *right_aligned([("", "A", "B", ""), *rows])]
 
 
-def said(name: str, value: Any) -> str:
+def described(name: str, value: Any) -> str:
     """A decision's value in short."""
     if name in _SIZES and isinstance(value, int):
         return format_bytes(value)

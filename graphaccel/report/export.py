@@ -44,4 +44,4 @@ def refusals(facts: Facts, target: str) -> tuple[Refusal, ...]:
 def _exported(facts: Facts, target: str) -> tuple[str, tuple[Refusal, ...]]:
     refused = Refused()
     text = TARGETS[target](facts, refused)
-    return text, tuple(refused.found)
+    return text, tuple(refused.refusals)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from graphaccel.compat.torch.modules import clear_flat_weight_refs
-from graphaccel.compat.torch.tensors import set_hooks_again
+from graphaccel.compat.torch.tensors import reregister_hooks
 from graphaccel.errors import GraphMisuse
 from graphaccel.ir.program import Sharded, StageProgram, StepProgram
 from graphaccel.kernels.host_copy import on_host, wait
@@ -149,7 +149,7 @@ class Session:
                 made = nn.Parameter(value, requires_grad=parameter.requires_grad)
                 vars(made).update(vars(parameter))
                 torch.utils.swap_tensors(parameter, made)
-                set_hooks_again(parameter)
+                reregister_hooks(parameter)
 
     def _value(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """A parameter or buffer in full: as it is, or initialised now."""
@@ -409,7 +409,7 @@ def _make_sharded(parameter: nn.Parameter, local: torch.Tensor, layout: Layout) 
         gradient = layout.own(parameter.grad).clone().to(local.device)
         sharded.grad = ShardTensor(gradient, layout)
     torch.utils.swap_tensors(parameter, sharded)
-    set_hooks_again(parameter)
+    reregister_hooks(parameter)
 
 
 def _shard_state(parameter: nn.Parameter, layout: Layout, optimizer: Any) -> None:

@@ -160,7 +160,7 @@ def test_no_pickle_of_a_checkpoint_is_run(folder: Path, tmp_path: Path, name: st
     run = build(seed=4)
     with refused(errors.CheckpointUntrusted, run) as raised:
         graphaccel.load(folder, *run[:2])
-    assert raised.value.found == "posix.mkdir"
+    assert raised.value.named == "posix.mkdir"
     assert not mark.exists()
 
 

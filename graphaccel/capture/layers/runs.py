@@ -43,7 +43,7 @@ def find_runs(model: nn.Module, least: int) -> tuple[Run, ...]:
             continue
         start = 0
         for end in range(1, len(children) + 1):
-            if end < len(children) and _alike(children[end - 1], children[end]):
+            if end < len(children) and _identical(children[end - 1], children[end]):
                 continue
             run = Run(path, start, end - start)
             if run.count >= least and not any(_inside(name, run) for name in shared):
@@ -113,7 +113,7 @@ def _shared(model: nn.Module) -> list[str]:
     return [n for own in names.values() if len(own) > 1 for n in own]
 
 
-def _alike(left: nn.Module | None, right: nn.Module | None) -> bool:
+def _identical(left: nn.Module | None, right: nn.Module | None) -> bool:
     """Whether two neighbours are identical, except for their numbers."""
     if left is None or right is None:
         return left is right
@@ -131,7 +131,7 @@ def _alike(left: nn.Module | None, right: nn.Module | None) -> bool:
         counts = type(value) is int and type(given) is int and given == value + 1
         if not counts and (type(value) is not type(given) or value != given):
             return False
-    return all(_alike(m, right._modules[name]) for name, m in left._modules.items())
+    return all(_identical(m, right._modules[name]) for name, m in left._modules.items())
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
@@ -187,7 +187,7 @@ class _Watch(TorchDispatchMode):
         if func is torch.ops.prim.device.default:  # queried for every tensor
             return _device(args[0])
         own = self.segments.setdefault(self.here, [])
-        call = [func, self._said(args), self._said(kwargs or {})]
+        call = [func, self._comparable(args), self._comparable(kwargs or {})]
         repeated = self._repeated(call, len(own))
         result = func(*args, **(kwargs or {})) if repeated is None else repeated()
         own.append([*call, self._shapes(result)])
@@ -219,13 +219,13 @@ class _Watch(TorchDispatchMode):
         same = place < len(before) and before[place][:3] == call
         return self._made_by.get((run, place)) if same else None
 
-    def _said(self, value: Any) -> Any:
+    def _comparable(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return (self._origin(value), self._shapes(value))
         if isinstance(value, (tuple, list)):
-            return [self._said(v) for v in value]
+            return [self._comparable(v) for v in value]
         if isinstance(value, dict):
-            return [(k, self._said(v)) for k, v in value.items()]
+            return [(k, self._comparable(v)) for k, v in value.items()]
         return repr(value)
 
     def _origin(self, tensor: torch.Tensor) -> Any:

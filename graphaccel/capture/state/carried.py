@@ -25,16 +25,16 @@ class Ops(TorchDispatchMode):
     """Records the operators of one forward, the tensors they compute, and what they read of
     `before`.
 
-    before: storage key → tensor, of an earlier forward. names: the operators. made: storage key →
-    tensor. read: storage key in `before` → the first line that reads it. written: lines that write
-    to tensors that are neither in `own` (storages of weights, buffers, batch) nor computed by the
-    forward.
+    before: storage key → tensor, of an earlier forward. names: the operators. computed: storage key
+    → tensor. read: storage key in `before` → the first line that reads it. written: lines that
+    write to tensors that are neither in `own` (storages of weights, buffers, batch) nor computed by
+    the forward.
     """
 
     own: frozenset[int] = frozenset()
     before: Mapping[int, torch.Tensor] = field(default_factory=dict)
     names: list[Any] = field(default_factory=list)
-    made: dict[int, torch.Tensor] = field(default_factory=dict)
+    computed: dict[int, torch.Tensor] = field(default_factory=dict)
     read: dict[int, Location | None] = field(default_factory=dict)
     written: dict[int, Location | None] = field(default_factory=dict)
 
@@ -51,25 +51,25 @@ class Ops(TorchDispatchMode):
             self.read[key] = line_of(sys._getframe(1))
         for tensor in _written(func, args, kwargs):
             key = memory_of(tensor)
-            if key not in self.own and key not in self.made and key not in self.written:
+            if key not in self.own and key not in self.computed and key not in self.written:
                 self.written[key] = line_of(sys._getframe(1))
         with paused():
             result = func(*args, **kwargs)
         for tensor in _tensors(result):
             key = memory_of(tensor)
             if key not in given:
-                self.made[key] = tensor
+                self.computed[key] = tensor
         return result
 
 
-def kept_by(model: nn.Module, made: Mapping[int, torch.Tensor]) -> dict[Path, int]:
-    """Path from the model → storage key, of the tensors in `made` that its modules hold."""
+def kept_by(model: nn.Module, computed: Mapping[int, torch.Tensor]) -> dict[Path, int]:
+    """Path from the model → storage key, of the tensors in `computed` that its modules hold."""
     own = {memory_of(t) for t in (*model.parameters(), *model.buffers())}
     return {
         held.path: key
         for held in held_by_module(model)
         if isinstance(held.value, torch.Tensor)
-        and (key := memory_of(held.value)) in made
+        and (key := memory_of(held.value)) in computed
         and key not in own
     }
 

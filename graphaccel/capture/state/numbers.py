@@ -25,7 +25,7 @@ def same_but_numbers(before: ForwardGraph, now: ForwardGraph, names: Collection[
     places = left[1], right[1]
     if any(_known(a) != _known(b) for a, b in zip(before.inputs, now.inputs, strict=False)):
         return False
-    return all(_alike(a, b, *places) for a, b in zip(left[0], right[0], strict=True))
+    return all(_same_node(a, b, *places) for a, b in zip(left[0], right[0], strict=True))
 
 
 def _known(spec: Any) -> tuple[str, str]:
@@ -54,7 +54,7 @@ def _calls(
     return calls, places
 
 
-def _alike(
+def _same_node(
     left: fx.Node, right: fx.Node, lefts: dict[fx.Node, int], rights: dict[fx.Node, int]
 ) -> bool:
     if left.op != right.op or _op(left) != _op(right) or _results(left) != _results(right):

@@ -134,7 +134,7 @@ class _Pass:
     """The record of one forward: the places afterwards, the operators that ran, the parameters and
     buffers that it wrote, the generator states, and where modules hold tensors that it computed."""
 
-    found: Mapping[str, Place]
+    places: Mapping[str, Place]
     ops: Ops
     wrote: frozenset[str]
     generators: tuple[Any, ...]
@@ -154,7 +154,7 @@ class _Passes:
 
     def ran(self, forward: Callable[[Ops], bool]) -> bool:
         """Run one more forward; returns whether it ran."""
-        ops, before = Ops(self._own, self._passes[-1].ops.made), self._versions()
+        ops, before = Ops(self._own, self._passes[-1].ops.computed), self._versions()
         torch.default_generator.manual_seed(_UNLIKELY)
         state = torch.random.get_rng_state()  # a forward on fakes does not advance it
         ran = forward(ops)
@@ -162,7 +162,7 @@ class _Passes:
         after = self._versions()
         wrote = frozenset(n for n, number in after.items() if before.get(n) != number)
         found = places(self._model, self._reads)
-        kept = kept_by(self._model, ops.made)
+        kept = kept_by(self._model, ops.computed)
         self._passes.append(_Pass(found, ops, wrote, _states(found), kept))
         return ran
 
@@ -238,14 +238,14 @@ class _Passes:
         first, second = self._passes[1:3]
         written = self._changed(1)
         cache = any(
-            isinstance(first.found[n].value, torch.Tensor)
-            for n in first.found
-            if n not in self._passes[0].found or n in written
+            isinstance(first.places[n].value, torch.Tensor)
+            for n in first.places
+            if n not in self._passes[0].places or n in written
         )
         if not written:
             return frozenset()
         if first.wrote != second.wrote or (not cache and first.ops.names != second.ops.names):
-            place = first.found[written[0]]
+            place = first.places[written[0]]
             raise StateFrozen(
                 what=f"`{place.name}` makes the first forward another one than those after it",
                 location=self._write_of(place),
@@ -257,11 +257,11 @@ class _Passes:
 
     def _changed(self, last: int) -> list[str]:
         last %= len(self._passes)
-        before, after = self._passes[last - 1].found, self._passes[last].found
+        before, after = self._passes[last - 1].places, self._passes[last].places
         return [n for n, p in after.items() if n not in before or p.token != before[n].token]
 
     def _counter(self, name: str) -> StateFrozen:
-        place = self._passes[-1].found[name]
+        place = self._passes[-1].places[name]
         attribute = name.rpartition(".")[2]
         helps = (
             f"count in a buffer:  self.register_buffer('{attribute}', torch.zeros(()))",

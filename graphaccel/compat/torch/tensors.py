@@ -44,7 +44,7 @@ def without_storage(
     )
 
 
-def set_hooks_again(tensor: torch.Tensor) -> None:
+def reregister_hooks(tensor: torch.Tensor) -> None:
     """Register a tensor's own hooks with autograd again: `torch.utils.swap_tensors` exchanges what
     autograd knows of two tensors, but not the hooks that they list."""
     if tensor._backward_hooks:

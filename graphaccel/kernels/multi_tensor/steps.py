@@ -123,7 +123,7 @@ class MultiTensor:
             torch._foreach_add_(steps, torch.ones((), device="cpu"), alpha=1)
             scale = _divided(grads, scale)
             lists = [list(given) for given in (params, grads, exp_avgs, exp_avg_sqs, steps)]
-            for places in _alike([id(r) for r in rules]):
+            for places in _by_equal_keys([id(r) for r in rules]):
                 rule, some = rules[places[0]], lists
                 if len(places) < len(params):
                     some = [[given[i] for i in places] for given in lists]
@@ -163,7 +163,7 @@ class MultiTensor:
         if found is None or not bool(found):
             scale = _divided(grads, scale)
             keys = [(id(r), f) for r, f in zip(rules, first, strict=True)]
-            for places in _alike(keys):
+            for places in _by_equal_keys(keys):
                 rule, new = rules[places[0]], first[places[0]]
                 own = [buffers[i] for i in places]
                 fused_sgd(
@@ -209,7 +209,7 @@ class MultiTensor:
         return norm, divisor if around.scale is None else divisor * around.scale, found
 
 
-def _alike(keys: Sequence[object]) -> list[list[int]]:
+def _by_equal_keys(keys: Sequence[object]) -> list[list[int]]:
     """The positions of equal keys."""
     found: dict[object, list[int]] = {}
     for place, key in enumerate(keys):

@@ -34,7 +34,7 @@ class Tables:
     """Launches, with the tables of the last ones: rebuilt only where a tensor moved or has another
     size (a part of it begins at the same address)."""
 
-    made: dict[Any, _Table] = field(default_factory=dict)
+    tables: dict[Any, _Table] = field(default_factory=dict)
 
     def adam(
         self,
@@ -115,21 +115,21 @@ class Tables:
     def _table(self, key: Any, lines: Sequence[Sequence[Tensor]]) -> _Table:
         addresses = tuple(t.data_ptr() for line in lines for t in line)
         counts = tuple([line[0].numel() for line in lines])
-        known = self.made.get(key)  # the key contains their dtypes
+        known = self.tables.get(key)  # the key contains their dtypes
         if known is not None and known.addresses == addresses and known.counts == counts:
             return known
         device = lines[0][0].device
         table = [(*(t.data_ptr() for t in line), n) for line, n in zip(lines, counts, strict=True)]
         chunks = [(i, k) for i, n in enumerate(counts) for k in range(-(-n // CHUNK))]
-        made = _Table(
+        table = _Table(
             addresses,
             counts,
             _sent(torch.tensor(table, dtype=torch.int64), device),
             _sent(torch.tensor(chunks, dtype=torch.int32), device),
             all(a % 16 == 0 for a in addresses),
         )
-        self.made[key] = made
-        return made
+        self.tables[key] = table
+        return table
 
 
 def _sent(values: Tensor, device: torch.device) -> Tensor:

@@ -46,11 +46,11 @@ def _contiguous(*values: Tensor) -> tuple[Tensor, ...]:
     return tuple(v.contiguous() for v in values)
 
 
-def _alike(gate: Tensor, up: Tensor) -> str | None:
+def _dtypes_differ(gate: Tensor, up: Tensor) -> str | None:
     return None if gate.dtype == up.dtype else "its halves have different dtypes"
 
 
-def _alike_bias(x: Tensor, bias: Tensor) -> str | None:
+def _bias_dtype_differs(x: Tensor, bias: Tensor) -> str | None:
     return None if x.dtype == bias.dtype else "x and bias have different dtypes"
 
 
@@ -92,7 +92,7 @@ class swiglu:
     def cuda_backward(grad_y, gate, up):
         return launch_gated_backward(grad_y, gate, up, "silu")
 
-    legal = _alike
+    legal = _dtypes_differ
 
 
 @fusion
@@ -120,7 +120,7 @@ class geglu:
     def cuda_backward(grad_y, gate, up):
         return launch_gated_backward(grad_y, gate, up, "gelu")
 
-    legal = _alike
+    legal = _dtypes_differ
 
 
 @fusion
@@ -152,7 +152,7 @@ class geglu_tanh:
     def cuda_backward(grad_y, gate, up):
         return launch_gated_backward(grad_y, gate, up, "gelu_tanh")
 
-    legal = _alike
+    legal = _dtypes_differ
 
 
 @fusion
@@ -183,7 +183,7 @@ class bias_gelu:
 
     fake = _fake_bias
     fake_backward = _fake_bias_backward
-    legal = _alike_bias
+    legal = _bias_dtype_differs
 
 
 @fusion
@@ -214,7 +214,7 @@ class bias_gelu_tanh:
 
     fake = _fake_bias
     fake_backward = _fake_bias_backward
-    legal = _alike_bias
+    legal = _bias_dtype_differs
 
 
 @fusion

@@ -95,7 +95,7 @@ class _Term:
     matmul: fx.Node | None = None
 
     @property
-    def made(self) -> fx.Node:
+    def computed_by(self) -> fx.Node:
         """The node that computes the summand."""
         return self.matmul or self.node
 
@@ -134,8 +134,8 @@ def _gradients(program: StageProgram, module: fx.GraphModule) -> list[_Gradient]
         sums: list[fx.Node] = []
         alone = list(node.users) == [output] and list(made).count(node) == 1
         summands = _summands(node, alone, sums)
-        terms = sorted((_term(*s) for s in summands), key=lambda term: order[term.made])
-        ready = order[terms[-1].made]
+        terms = sorted((_term(*s) for s in summands), key=lambda term: order[term.computed_by])
+        ready = order[terms[-1].computed_by]
         found.append(_Gradient(value.name, node, tuple(terms), tuple(sums), ready))
     return sorted(found, key=lambda g: (g.ready, order[g.node], g.name))
 
@@ -222,11 +222,11 @@ class _Accumulating:
         self.gradients = {g.name: g for g in gradients}
         self.buckets = buckets
         self.graph = fx.Graph()
-        self.made: dict[fx.Node, fx.Node] = {}
+        self.copies: dict[fx.Node, fx.Node] = {}
 
     def build(self, first: bool, last: bool) -> fx.GraphModule:
         """first: write gradients instead of adding them. last: all-reduce complete buckets."""
-        graph, made = self.graph, self.made
+        graph, made = self.graph, self.copies
         result = copy_nodes(graph, self.module.graph, made)
         anchor = next(n for n in graph.nodes if n.op != "placeholder")
         with graph.inserting_before(anchor):
@@ -280,7 +280,7 @@ class _Accumulating:
     def _write(self, accumulator: fx.Node, term: _Term, first: bool) -> fx.Node:
         """Add one summand to the accumulator, right after it is computed."""
         if term.matmul is not None:
-            matmul = self.made[term.matmul]
+            matmul = self.copies[term.matmul]
             with self.graph.inserting_before(matmul):
                 target = self._target(accumulator, term)
                 if first:
@@ -288,7 +288,7 @@ class _Accumulating:
                 else:
                     node = self.graph.call_function(aten.addmm_.default, (target, *matmul.args))
             return self._marked(node, target, matmul)
-        value = self.made[term.node]
+        value = self.copies[term.node]
         place = self.start if value.op == "placeholder" else value
         # After the writes that exist: the first of a gradient's terms overwrites.
         with self.graph.inserting_after(self.newest.get(place, place)):

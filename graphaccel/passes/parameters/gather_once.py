@@ -95,7 +95,7 @@ class _Prepare:
         self.owned, self.values, self.ranks = sharded.owned, sharded.values, sharded.ranks
         self.graph = fx.Graph()
         self.flats: list[fx.Node] = []
-        self.made: dict[str, fx.Node] = {}
+        self.full: dict[str, fx.Node] = {}
         self.whole: dict[str, torch.Tensor] = {}
         self.sent: set[str] = set()
 
@@ -120,19 +120,19 @@ class _Prepare:
         sent = self._node(c10d.all_gather_into_tensor_coalesced.default, arguments, whole)
         self._about(sent, members[0])
         for place, name in enumerate(members):
-            self.made[name] = self._node(getitem, (sent, place), whole[place], name="whole")
-            self._about(self.made[name], name)
+            self.full[name] = self._node(getitem, (sent, place), whole[place], name="whole")
+            self._about(self.full[name], name)
 
     def finish(self) -> fx.GraphModule:
         """The graph, which returns the parameters in the order in which they were gathered. One
         that is sharded on another dim than the first has to arrive before it can be laid out."""
-        for name, node in self.made.items():
+        for name, node in self.full.items():
             if self.owned[name].split.dim > 0:
-                self.made[name] = self._laid_out(name, node)
+                self.full[name] = self._laid_out(name, node)
             else:
                 self.sent.add(name)
-            self.whole[name] = self.made[name].meta["val"]
-        self.graph.output([*self.made.values()])
+            self.whole[name] = self.full[name].meta["val"]
+        self.graph.output([*self.full.values()])
         self.graph.lint()
         return graph_module(self.module, self.graph)
 

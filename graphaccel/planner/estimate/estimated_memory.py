@@ -51,8 +51,8 @@ def predict_memory(
     none). stepping: temporary memory of its step.
     """
     sized = sized_for(profile, plan, cluster)
-    works = stage_costs(profile, sized, plan.with_recomputed({}), cluster.device.launch_seconds)
-    return _Estimate(profile, sized, tuple(works), plan, cluster, optimizer_bytes, stepping).ranks()
+    costs = stage_costs(profile, sized, plan.with_recomputed({}), cluster.device.launch_seconds)
+    return _Estimate(profile, sized, tuple(costs), plan, cluster, optimizer_bytes, stepping).ranks()
 
 
 @dataclass(frozen=True)
@@ -84,21 +84,21 @@ class _Estimate:
 
     profile: Profile
     sized: SizedProfile
-    works: tuple[StageCost, ...]
+    costs: tuple[StageCost, ...]
     plan: Plan
     cluster: Cluster
     optimizer_bytes: int
     stepping: OptimizerMemory
 
     def ranks(self) -> tuple[StageMemory, ...]:
-        profile, sized, works, plan = self.profile, self.sized, self.works, self.plan
+        profile, sized, costs, plan = self.profile, self.sized, self.costs, self.plan
         held = sized.once(
-            ("ranks", plan.cuts, plan.pipeline), lambda: _of_ranks(profile, works, plan.pipeline)
+            ("ranks", plan.cuts, plan.pipeline), lambda: _of_ranks(profile, costs, plan.pipeline)
         )
         once = sized.once(
             ("held", plan.cuts, plan.pipeline, plan.holds_gathered, plan.gathers_low,
              plan.holds_casts, plan.shards),
-            lambda: [_held_for_all_microbatches(profile, sized, works[r :: plan.pipeline], plan)
+            lambda: [_held_for_all_microbatches(profile, sized, costs[r :: plan.pipeline], plan)
                      for r in range(plan.pipeline)],
         )  # fmt: skip
         each = zip(held, once, self._peaks(), strict=True)
@@ -121,7 +121,7 @@ class _Estimate:
         plan = self.plan
         moved = bytes_in_flight_key(plan), plan.offload, plan.holds_casts
         key = ("peaks", plan.cuts, plan.recompute, plan.selective, self._split, moved)
-        make = partial(stage_peaks, self.profile, self.sized, self.works, plan)
+        make = partial(stage_peaks, self.profile, self.sized, self.costs, plan)
         return self.sized.once(key, make)
 
     def _peaks(self) -> list[_Peak]:
@@ -129,7 +129,7 @@ class _Estimate:
         plan, peaks = self.plan, self._stage_peaks
         sent = self.sized.once(
             ("sent", plan.cuts, plan.recompute, plan.selective, plan.scatter_sends),
-            lambda: _sent(self.profile, self.sized, self.works, plan),
+            lambda: _sent(self.profile, self.sized, self.costs, plan),
         )
         each = peaks.kept + sent
         waiting = held_together(plan, each)
@@ -145,7 +145,7 @@ class _Estimate:
         offloaded = np.zeros(plan.pipeline, dtype=np.int64)
         if "activations" in plan.offload:
             away = offloaded_bytes(self.profile, self.sized, plan)
-            bytes_of = [int(away[work.first : work.end].sum()) for work in self.works]
+            bytes_of = [int(away[work.first : work.end].sum()) for work in self.costs]
             offloaded = (waiting * bytes_of).reshape(shape).sum(axis=0)
         columns = (top, activations, peaks.temporary[top], gradients, offloaded)
         return [_Peak(*row) for row in zip(*(c.tolist() for c in columns), strict=True)]
@@ -154,7 +154,7 @@ class _Estimate:
         """The memory of one rank: at its peak in forward and backward, or in the optimizer's step
         where that needs more."""
         plan = self.plan
-        kept = kept_bytes(self.profile, plan, _spans(self.works[rank :: plan.pipeline]))
+        kept = kept_bytes(self.profile, plan, _spans(self.costs[rank :: plan.pipeline]))
         shard = held.trained
         if plan.zero:
             shard = share_bytes(held.trained, kept.trained, kept.padding_trained, plan)
@@ -219,11 +219,11 @@ def in_parts(profile: Profile, sized: SizedProfile, plan: Plan) -> np.ndarray:
 
 
 def _sent(
-    profile: Profile, sized: SizedProfile, works: Sequence[StageCost], plan: Plan
+    profile: Profile, sized: SizedProfile, costs: Sequence[StageCost], plan: Plan
 ) -> np.ndarray:
     """Bytes of one microbatch that each stage sends on, without what its own backward needs: they
     are held until that microbatch's gradient comes back (`schedule.walk`). Parts are copies."""
-    ends = np.array([work.end - 1 for work in works])
+    ends = np.array([work.end - 1 for work in costs])
     crossing = profile.crossing
     source = np.searchsorted(ends, crossing.at)
     kept, kept_at, *_ = profile.saved(profile.recomputation(plan))
@@ -233,14 +233,14 @@ def _sent(
     parts = in_parts(profile, sized, plan)
     far &= (wanted[crossing.storage] != source) | parts
     size = sized.bytes[crossing.storage] // np.where(parts, plan.tensor, 1)
-    return np.bincount(source[far], size[far], minlength=len(works)).astype(np.int64)
+    return np.bincount(source[far], size[far], minlength=len(costs)).astype(np.int64)
 
 
-def _of_ranks(profile: Profile, works: Sequence[StageCost], ranks: int) -> tuple[_Held, ...]:
+def _of_ranks(profile: Profile, costs: Sequence[StageCost], ranks: int) -> tuple[_Held, ...]:
     """What each rank holds."""
     found = []
     for rank in range(ranks):
-        held = held_parameters(profile, _spans(works[rank::ranks]))
+        held = held_parameters(profile, _spans(costs[rank::ranks]))
         trained = sum(p.bytes for p in held if p.trainable)
         buffers = sum(p.bytes for p in held if p.name not in profile.resting)
         largest = max((p.bytes for p in held if p.trainable), default=0)
@@ -248,12 +248,12 @@ def _of_ranks(profile: Profile, works: Sequence[StageCost], ranks: int) -> tuple
     return tuple(found)
 
 
-def _spans(works: Sequence[StageCost]) -> tuple[tuple[int, int], ...]:
-    return tuple((work.first, work.end) for work in works)
+def _spans(costs: Sequence[StageCost]) -> tuple[tuple[int, int], ...]:
+    return tuple((work.first, work.end) for work in costs)
 
 
 def _held_for_all_microbatches(
-    profile: Profile, sized: SizedProfile, works: Sequence[StageCost], plan: Plan
+    profile: Profile, sized: SizedProfile, costs: Sequence[StageCost], plan: Plan
 ) -> int:
     """Bytes that a rank holds of its stages' parameters for all microbatches: parameters that ZeRO
     3 gathered, or one cast of each, however often it is read."""
@@ -261,7 +261,7 @@ def _held_for_all_microbatches(
         storage, parameter, place = profile.held_casts
         size = sized.bytes[storage]
         found = 0
-        for work in works:
+        for work in costs:
             here = (work.first <= place) & (place < work.end)
             _, at = np.unique(parameter[here], return_index=True)
             found += int(size[here][at].sum())
@@ -270,7 +270,7 @@ def _held_for_all_microbatches(
         return 0
     found = sum(
         p.bytes
-        for work in works
+        for work in costs
         for p in held_parameters(profile, [(work.first, work.end)])
         if p.name in profile.resting and p.name not in kept_whole(profile, plan)
     )

@@ -61,7 +61,7 @@ def why_not(
     Raises ValueError for a record without a problem.
     """
     problem = _problem(record)
-    said = ", ".join(f"{name}={_said(value)}" for name, value in asked.items())
+    said = ", ".join(f"{name}={_value_text(value)}" for name, value in asked.items())
     given = {**record.given, **asked}
     remade = [name for name in _OF_THE_GRAPH if name in asked]
     if remade and replan is None:
@@ -104,7 +104,7 @@ def _against(
         reason = no_slower(gain, _against_it(record, plan, asked, gain))
     top = fullest(found)
     return Answer(
-        ", ".join(f"{name}={_said(value)}" for name, value in asked.items()),
+        ", ".join(f"{name}={_value_text(value)}" for name, value in asked.items()),
         verdict,
         reason,
         found.name,
@@ -135,7 +135,7 @@ def _against_it(record: Record, plan: Plan, asked: Mapping[str, object], gain: f
     return f"{' and '.join(unasked)} only when pinned" if unasked else ""
 
 
-def _said(value: object) -> str:
+def _value_text(value: object) -> str:
     return "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
@@ -172,7 +172,7 @@ def value_of(plan: Plan, name: str, blocks: tuple[str, ...]) -> str:
         return _precision(plan)
     if name == "shard_size":
         return str(plan.shards)
-    return _said(plan.order) if name == "order" else str(getattr(plan, name))
+    return _value_text(plan.order) if name == "order" else str(getattr(plan, name))
 
 
 def _precision(plan: Plan) -> str:
@@ -187,7 +187,7 @@ def _decisions(record: Record, problem: Problem, plan: Plan) -> Iterator[Decisio
         if name == "placements" or not hasattr(plan, name) or not (values or pinned):
             continue
         chosen = value_of(plan, name, blocks)
-        others = [v for v in values if _said(v) != chosen]
+        others = [v for v in values if _value_text(v) != chosen]
         if others and all(isinstance(v, int) and not isinstance(v, bool) for v in others):
             number = int(chosen)
             below = sorted((v for v in others if v < number), reverse=True)[:_NEAR]
@@ -241,7 +241,7 @@ def _loose(pins: Pins, name: str) -> Pins:
 
 def _choice(record: Record, problem: Problem, plan: Plan, name: str, value: object) -> Choice:
     """The best plan with `value`; what else follows from the chosen mesh is planned anew."""
-    said = _said(value)
+    said = _value_text(value)
     pin = read_offload(value) if name == "offload" else value
     wanted = _loose(replace(record.pins, **{name: pin}), name)
     try:

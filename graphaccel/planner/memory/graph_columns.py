@@ -88,7 +88,7 @@ class Rows:
         return np.cumsum(self.many) - self.many
 
     @cached_property
-    def made(self) -> np.ndarray:
+    def row_of(self) -> np.ndarray:
         """Tensor → its row."""
         return np.repeat(np.arange(len(self.of)), self.many)
 
@@ -98,10 +98,14 @@ class Rows:
         size = self._storages_of_results[self._known, 0]
         if self.chosen is not even:
             came = np.array([bool(n.meta.get("chosen")) for n in self.nodes], dtype=bool)
-            found = np.array([n.target is ROWS for n in self.nodes], dtype=bool)[self.of[self.made]]
-            rows = ~found | (np.arange(len(self.made)) == self.first[self.made])  # its first alone
-            for tensor in np.flatnonzero(came[self.of[self.made]] & rows & (size > 0)):
-                share = self.chosen(self.module(int(self.made[tensor])))
+            found = np.array([n.target is ROWS for n in self.nodes], dtype=bool)[
+                self.of[self.row_of]
+            ]
+            rows = ~found | (
+                np.arange(len(self.row_of)) == self.first[self.row_of]
+            )  # its first alone
+            for tensor in np.flatnonzero(came[self.of[self.row_of]] & rows & (size > 0)):
+                share = self.chosen(self.module(int(self.row_of[tensor])))
                 size[tensor] = round(share * int(size[tensor]))
         return size
 
@@ -109,17 +113,17 @@ class Rows:
     def offloaded(self) -> np.ndarray:
         """Tensor → whether it is on the host."""
         sent = np.array([node.target is TO_HOST for node in self.nodes], dtype=bool)
-        return sent[self.of[self.made]]
+        return sent[self.of[self.row_of]]
 
     @cached_property
     def root(self) -> np.ndarray:
         """Tensor → the tensor whose storage it shares."""
         _, where, which = self._storages_of_results[self._known].T
         begin = np.searchsorted(self.reader, np.arange(len(self.of)))
-        beside = np.clip(begin[self.made] + where, 0, max(0, len(self.source) - 1))
-        source = self.source[beside] if len(self.source) else self.made
-        there = np.where(where == _ITSELF, self.made, source)
-        root = np.arange(len(self.made))
+        beside = np.clip(begin[self.row_of] + where, 0, max(0, len(self.source) - 1))
+        source = self.source[beside] if len(self.source) else self.row_of
+        there = np.where(where == _ITSELF, self.row_of, source)
+        root = np.arange(len(self.row_of))
         root = np.where(where == _OWN, root, self.first[there] + which)
         while (root[root] != root).any():
             root = root[root]
@@ -183,8 +187,8 @@ class Rows:
     def _known(self) -> np.ndarray:
         """Tensor → its line in `_storages_of_results`."""
         start = np.cumsum(self._many) - self._many
-        place = np.arange(len(self.made)) - self.first[self.made]
-        return start[self.of[self.made]] + place
+        place = np.arange(len(self.row_of)) - self.first[self.row_of]
+        return start[self.of[self.row_of]] + place
 
 
 def rows_of(graph: fx.GraphModule, chosen: Share = even, *, exchanged: bool = False) -> Rows:

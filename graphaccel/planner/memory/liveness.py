@@ -37,14 +37,14 @@ class Storage:
 class _Ran:
     """The result of one run of a graph. change: change of the live bytes. top: the peak above the
     bytes before the run, by category, and in which module. given: (holders, kind) of its inputs,
-    after the run; made: storages that outlive it; results: numbers of the inputs, then of `made`.
-    last: the last module. pieces: as top, in each piece of the run, with how far into the run it
-    is."""
+    after the run; outliving: storages that outlive it; results: numbers of the inputs, then of
+    `outliving`. last: the last module. pieces: as top, in each piece of the run, with how far into
+    the run it is."""
 
     change: Live
     top: tuple[int, Live, str] | None
     given: tuple[tuple[int, str], ...]
-    made: tuple[Storage, ...]
+    outliving: tuple[Storage, ...]
     results: tuple[tuple[int, ...], ...]
     last: str | None
     pieces: tuple[tuple[float, Live, str], ...]
@@ -144,7 +144,7 @@ class Liveness:
         self.host_peak = max(self.host_peak, self.live[HOST])  # a run either fills or empties it
         for storage, (holders, kind) in zip(given, ran.given, strict=True):
             storage.holders, storage.kind = holders, kind
-        known = [*given, *(Storage(s.size, s.kind, s.holders) for s in ran.made)]
+        known = [*given, *(Storage(s.size, s.kind, s.holders) for s in ran.outliving)]
         return [[known[i] for i in held] for held in ran.results]
 
 
@@ -164,26 +164,28 @@ class _Walk:
         kept = np.zeros(len(rows), dtype=bool)
         kept[rows.results[rows.results >= 0]] = True
         self.after = np.where(kept, _NEVER, rows.last)  # the row after which nothing reads a row
-        self.end = np.full(len(rows.made), -1)  # root → the row after which it is freed
-        np.maximum.at(self.end, rows.root, self.after[rows.made])
+        self.end = np.full(len(rows.row_of), -1)  # root → the row after which it is freed
+        np.maximum.at(self.end, rows.root, self.after[rows.row_of])
         called = np.zeros(len(rows), dtype=bool)
         called[rows.calls] = True
-        own = rows.root == np.arange(len(rows.made))
-        self.made = np.flatnonzero(own & called[rows.made])  # tensors that are storages of the run
-        self.left = self.made[self.end[self.made] == _NEVER].tolist()
+        own = rows.root == np.arange(len(rows.row_of))
+        self.storages = np.flatnonzero(
+            own & called[rows.row_of]
+        )  # tensors that are storages of the run
+        self.left = self.storages[self.end[self.storages] == _NEVER].tolist()
         self.results = self._results()
         self.freed = self._freed()
 
     def through(self, pieces: int) -> _Ran:
         """Walk through the nodes. pieces: see `Liveness`."""
-        rows, made = self.rows, self.made
-        level = self._lives_of(made[~rows.away[made]])  # of the run's storages on the device
-        self.host = self._lives_of(made[rows.away[made]])
+        rows, made = self.rows, self.storages
+        level = self._lives_of(made[~rows.offloaded[made]])  # of the run's storages on the device
+        self.host = self._lives_of(made[rows.offloaded[made]])
         rest = [(at, storage.size) for at, storage in self.freed if storage.kind != HOST]
         lost = self._lives((), (), *zip(*rest, strict=True)) if rest else np.zeros_like(level)
         top = None
         new = np.zeros(len(rows), dtype=bool)
-        new[rows.made[made]] = True
+        new[rows.row_of[made]] = True
         taking = rows.calls[(new | (rows.scratch > 0))[rows.calls]]
         if len(taking):
             most = level + lost + rows.scratch
@@ -205,7 +207,7 @@ class _Walk:
         """Bytes at each row of storages that the run allocates."""
         dying = made[self.end[made] < _NEVER]
         sizes = self.rows.size
-        return self._lives(self.rows.made[made], sizes[made], self.end[dying], sizes[dying])
+        return self._lives(self.rows.row_of[made], sizes[made], self.end[dying], sizes[dying])
 
     def _lives(self, born: Any, more: Any, died: Any, less: Any) -> np.ndarray:
         """Bytes at each row of storages that are allocated at some rows and freed after others."""
@@ -227,7 +229,7 @@ class _Walk:
             elif row >= 0:
                 first, many = int(rows.first[row]), int(rows.many[row])
                 for tensor in rows.root[first : first + many].tolist():
-                    source = int(rows.made[tensor])
+                    source = int(rows.row_of[tensor])
                     if tensor in number:
                         held.append(number[tensor])
                     elif self.entries[source]:
@@ -296,7 +298,7 @@ class _Walk:
         return tuple(
             Storage(
                 int(self.rows.size[tensor]),
-                HOST if self.rows.away[tensor] else "activation",
+                HOST if self.rows.offloaded[tensor] else "activation",
                 held[len(self.given) + i],
             )
             for i, tensor in enumerate(self.left)

@@ -275,14 +275,14 @@ class _Kinds:
         views = profile.node_views
         self.positions = _grouped(profile.block_at, count)
         self.rows = _grouped(np.where(views, -1, block), count)
-        self.makes = _grouped(block[storages.made], count)
+        self.makes = _grouped(block[storages.row], count)
         storage, row, _, ahead = storages.uses
         inside = np.flatnonzero(ahead & (block[row] >= 0))
         self.uses = [inside[i] for i in _grouped(block[row[inside]], count)]
         self.local = _order(self.rows, len(lines.of))
         self.place = _order(self.positions, len(profile))
         self.number = _order(self.makes, len(storages))
-        home = block[storages.made]
+        home = block[storages.row]
         self.back = np.zeros(len(storages), dtype=bool)
         self.back[storage[~ahead]] = True
         away = profile.block_at[storages.uses[2]] != home[storage]
@@ -294,10 +294,10 @@ class _Kinds:
         np.minimum.at(self.lowest, storage[~ahead & ~away], place[~ahead & ~away])
         np.maximum.at(self.highest, storage[~ahead & ~away], place[~ahead & ~away])
         leaving = np.zeros(len(lines.of), dtype=bool)
-        leaving[storages.made[storage[ahead & away]]] = True
+        leaving[storages.row[storage[ahead & away]]] = True
         leaving[lines.roots()[0][lines.results]] = True
         kept = np.zeros(len(lines.of), dtype=bool)
-        kept[storages.made[storages.kept]] = True
+        kept[storages.row[storages.kept]] = True
         self.fixed = kept | profile.node_released
         if not profile.whole_again:
             self.fixed |= leaving
@@ -313,7 +313,7 @@ class _Kinds:
         owed = storages.waits[outer] & ~self.back[outer]
         columns = (
             kinds[rows], self.place[profile.node_position[rows]], self.fixed[rows],
-            self.local[storages.made[makes]], sizes[makes], self.back[makes], self.beyond[makes],
+            self.local[storages.row[makes]], sizes[makes], self.back[makes], self.beyond[makes],
             self.lowest[makes], self.highest[makes], storages.waits[makes],
             self.local[storages.uses[1][uses]], source, sizes[outer], owed,
         )  # fmt: skip
@@ -334,7 +334,7 @@ class _Kinds:
             self.fixed[rows],
             self.sent[rows],
             profile.node_released[rows],
-            self.local[storages.made[makes]],
+            self.local[storages.row[makes]],
             (self.local[storages.uses[1][uses]], source),
             outer,
             self.back[makes],

@@ -77,7 +77,7 @@ def _chosen_cross(profile: Profile) -> np.ndarray:
     position: messages between stages must have a size that is known beforehand."""
     crossing, lines = profile.crossing, profile.lines
     chosen = lines.by_row([bool(n.meta.get("chosen")) for n in lines.nodes])
-    row = chosen[profile.storages.made[crossing.storage]]
+    row = chosen[profile.storages.row[crossing.storage]]
     change = np.zeros(len(profile) + 1, dtype=np.int64)
     np.add.at(change, crossing.at[row], 1)
     np.subtract.at(change, crossing.last[row], 1)

@@ -183,10 +183,10 @@ class SizedProfile:
         storages, rows = self._profile.storages, len(self._profile.lines.of)
         ahead, back = storages.last_forward, storages.last_backward
         last = np.where(storages.common | storages.released | (back < 0), ahead, back)
-        last = np.where(storages.gradient | (last < 0), storages.made, last)
-        here = storages.value & ~storages.saved & ~apart[storages.made]
+        last = np.where(storages.gradient | (last < 0), storages.row, last)
+        here = storages.value & ~storages.saved & ~apart[storages.row]
         size = self.bytes[here]
-        change = self._at(storages.made[here], size, rows + 1)
+        change = self._at(storages.row[here], size, rows + 1)
         change -= self._at(last[here] + 1, size, rows + 1)
         return np.cumsum(change)[:-1] - self._let_go() + self._taken[self._profile.node_kinds[0]]
 

@@ -315,7 +315,7 @@ class Profile:
         storage, place = storage[ahead], place[ahead]
         last = np.full(len(storages), -1)
         np.maximum.at(last, storage, place)
-        chosen = storages.owned & (last > storages.at) & ~self._of_parameters[storages.made]
+        chosen = storages.owned & (last > storages.at) & ~self._of_parameters[storages.row]
         number = np.cumsum(chosen) - 1
         found = np.flatnonzero(chosen)
         uses = number[storage[chosen[storage]]], place[chosen[storage]]
@@ -345,17 +345,17 @@ class Profile:
         """Matmuls whose result is the gradient of a parameter: where gradients are accumulated,
         they write into the buckets themselves (`passes.gradients.accumulate_gradients`)."""
         found = np.zeros(len(self.lines.of), dtype=bool)
-        found[self.storages.made[self.storages.gradient]] = True
+        found[self.storages.row[self.storages.gradient]] = True
         return found & self.lines.by_row([_is_result(n) for n in self.lines.nodes])
 
     @cached_property
     def held_casts(self) -> tuple[np.ndarray, ...]:
         """(storage of the cast, row of the parameter, position) of each."""
         lines, storages = self.lines, self.storages
-        found = np.flatnonzero(self.node_held[storages.made])
+        found = np.flatnonzero(self.node_held[storages.row])
         source = np.zeros(len(lines.of), dtype=np.int64)
         source[lines.reader] = lines.source  # a cast has one input
-        return found, source[storages.made[found]], storages.at[found]
+        return found, source[storages.row[found]], storages.at[found]
 
     @cached_property
     def node_views(self) -> np.ndarray:

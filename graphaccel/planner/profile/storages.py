@@ -37,7 +37,7 @@ class Tensor:
 class Storages:
     """The storage of each tensor as columns; a view shares the storage of its base.
 
-    tensor: which of `Profile.tensors` it is, or is a copy of. made: joint row that computes it. at:
+    tensor: which of `Profile.tensors` it is, or is a copy of. row: joint row that computes it. at:
     position. ahead: computed in the forward. value: computed by a call; input: number of the
     placeholder otherwise, -1.
     common: computed from batch and constants only, without random numbers, so that every stage that
@@ -50,7 +50,7 @@ class Storages:
     """
 
     tensor: np.ndarray
-    made: np.ndarray
+    row: np.ndarray
     at: np.ndarray
     ahead: np.ndarray
     value: np.ndarray
@@ -65,7 +65,7 @@ class Storages:
     uses: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
     def __len__(self) -> int:
-        return len(self.made)
+        return len(self.row)
 
     @cached_property
     def used(self) -> tuple[np.ndarray, np.ndarray]:
@@ -167,7 +167,7 @@ def find_storages(
     width = np.array([t.value.element_size() for t in tensors], dtype=np.int64)
     return tensors, Storages(
         tensor=tensor,
-        made=row,
+        row=row,
         at=position[row],
         ahead=forward[row],
         value=number[row] < 0,

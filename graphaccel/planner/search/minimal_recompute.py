@@ -66,7 +66,7 @@ def needed(
         if not any(changed):
             break
         tried = [rank.chosen for rank in ranks]
-    found = [rank.found for rank in ranks]
+    found = [rank.best for rank in ranks]
     if (found != tried or not fits) and any(more > 0 for more in missing(found)):
         found = [rank.all for rank in ranks]  # for blocks that span two ranks
     return together(found)
@@ -90,7 +90,7 @@ class Rank:
         self.chosen = self._choice(0.0)
 
     @property
-    def found(self) -> Choice:
+    def best(self) -> Choice:
         """The choice that fits, or else the one that frees most."""
         return self.all if self._fitting is None else self._fitting
 

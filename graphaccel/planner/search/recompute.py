@@ -202,7 +202,7 @@ class _Many:
             if best is not None and price >= best[0]:
                 continue
             left = needed - sum(saving for saving, _ in taken)
-            found = _alike(len(self.at), self.blocks[self.at[0]], left)
+            found = _identical_blocks(len(self.at), self.blocks[self.at[0]], left)
             if found is not None and (best is None or price + found[0] < best[0]):
                 chosen = [-1] * len(self.blocks)
                 for number, item in zip((*self.few, *self.at), (*others, *found[1]), strict=True):
@@ -212,7 +212,9 @@ class _Many:
         return best[1]
 
 
-def _alike(count: int, items: Sequence[Item], needed: float) -> tuple[float, list[int]] | None:
+def _identical_blocks(
+    count: int, items: Sequence[Item], needed: float
+) -> tuple[float, list[int]] | None:
     """The cheapest choice for `count` blocks with the same items, with its price: items that save
     most come first."""
     saving, price = np.array(items, dtype=float).T

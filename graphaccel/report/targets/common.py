@@ -24,11 +24,11 @@ class Refused:
     """Collects what a target cannot express."""
 
     def __init__(self) -> None:
-        self.found: list[Refusal] = []
+        self.refusals: list[Refusal] = []
 
     def add(self, reason: str, instead: tuple[tuple[str, object], ...] = ()) -> None:
         """Add one."""
-        self.found.append(Refusal(reason, instead))
+        self.refusals.append(Refusal(reason, instead))
 
 
 RECOMPUTE_OR_NOT = (("recompute", "none"), ("recompute", "all"))

@@ -85,7 +85,7 @@ class StageCompiler:
                     phase=phase,
                     calls=len(piece.nodes),
                     first=_place(piece.nodes[0]),
-                    cause=_said(error),
+                    cause=_message(error),
                 ) from error
             done.append(len(piece.nodes))
         return Compiled(module, parts, runs)
@@ -187,6 +187,6 @@ def _place(node: fx.Node) -> str:
     return f"{node.target}" + (f" in {where}" if where else "")
 
 
-def _said(error: Exception) -> str:
+def _message(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]

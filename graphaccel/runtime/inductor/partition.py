@@ -40,7 +40,7 @@ from graphaccel.sharding.rules.ops.collectives import is_message
 
 IN_PLACE = "write in place"
 _FEWEST = 2  # calls that compute: a single one has nothing to fuse with
-_ALIKE, _LAYER = 4, 8  # least identical layers worth cutting at, and computing calls in one
+_LEAST_LAYERS, _LAYER = 4, 8  # least identical layers worth cutting at, and computing calls in one
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def _layers(nodes: list[fx.Node], order: dict[fx.Node, int]) -> list[list[fx.Nod
     cut: list[list[fx.Node]] = []
     whole = True  # whether the last part is a complete layer, after which another part begins
     for part, kind in zip(parts, kinds, strict=True):
-        layer = kind is not None and count[kind] >= _ALIKE
+        layer = kind is not None and count[kind] >= _LEAST_LAYERS
         if layer or whole:
             cut.append(part)
         else:

@@ -104,7 +104,7 @@ class OptimizerStep:
         reasons = []
         for number, group in enumerate(optimizer.param_groups):
             reason = refusal(optimizer, group)
-            found = self._found(group) if reason is None else None
+            found = self._group_of(group) if reason is None else None
             if found is not None:
                 reason = self._refused(number, found)
             if found is not None and reason is None:
@@ -155,7 +155,7 @@ class OptimizerStep:
                 p.grad = None
         known.clip(p.grad for p in params if p.grad is not None)
 
-    def _found(self, group: dict[str, Any]) -> _Group:
+    def _group_of(self, group: dict[str, Any]) -> _Group:
         pairs = [(p, g) for p in group["params"] if (g := p.grad) is not None]
         params = [p for p, _ in pairs]
         state = self._optimizer.state

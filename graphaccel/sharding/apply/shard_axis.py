@@ -121,7 +121,7 @@ class _Sharding:
         self.padding = Padding(self.emit)
         self.chosen = ChosenRows(self.emit)
         self.names = {node.name: node for node in module.graph.nodes}
-        self.made: dict[Any, dict[Placement, fx.Node]] = {}
+        self.converted: dict[Any, dict[Placement, fx.Node]] = {}
         results = zip(returned(module), outputs, strict=True)
         # Outputs of the forward are converted in the forward, though a backward may read them
         # first.
@@ -164,7 +164,7 @@ class _Sharding:
             like = fake_like if self.emit.fakes is None else self.emit.fakes.like
             new.meta["val"] = like(value, shape)
             self.padding.add_zero(new)
-        self.made[(node, 0)] = {place: new}
+        self.converted[(node, 0)] = {place: new}
 
     def _call(self, node: fx.Node) -> None:
         row = self.placements.rows.get(node)
@@ -187,7 +187,7 @@ class _Sharding:
                 result.meta["chosen"] = True
                 if result.target is operator.getitem:
                     operands(result)[0].meta["chosen"] = True
-            self.made[(node, k)] = {place: result}
+            self.converted[(node, k)] = {place: result}
 
     def _copied(
         self, node: fx.Node, row: Row, tensors: list[fx.Node], local: list[fx.Node]
@@ -218,7 +218,7 @@ class _Sharding:
     def _given(self, tensor: fx.Node, need: Placement | None, user: fx.Node) -> fx.Node:
         """A value in the placement in which a call reads it, converted if necessary."""
         value = source_of(tensor)
-        known = self.made[value]
+        known = self.converted[value]
         made = next(iter(known))
         if need is None:
             return known[made]
@@ -269,7 +269,7 @@ class _Sharding:
         if not isinstance(node, fx.Node):
             return node
         value = source_of(node)
-        known = self.made[value]
+        known = self.converted[value]
         made = next(iter(known))
         need: Placement = REPLICATED
         if spec.kind == "gradient":

@@ -36,7 +36,7 @@ _REPEATS = frozenset({aten.expand.default, aten.clone.default, aten.view.default
                       aten.unsqueeze.default})  # fmt: skip
 _SUMS = frozenset({aten.sum.dim_IntList, aten.view.default, aten.reshape.default,
                    aten.squeeze.dim})  # fmt: skip
-_SAYS = {
+_REASONS = {
     "heads": "each device has the whole sequence of some of the heads",
     "sequence": "each device has some of the queries, and gathers keys and values",
     "whole": "each device does all of it, which takes less than to share it out",
@@ -112,7 +112,7 @@ def context_notes(
             found.add(few if tuple(own) in lengths else "sequence")
     if "heads" in found:
         found.discard("whole")  # a consequence of sharding by heads
-    said = [text for way, text in _SAYS.items() if way in found]
+    said = [text for way, text in _REASONS.items() if way in found]
     return ("attention on the context axis: " + "; or ".join(said),) if said else ()
 
 

@@ -197,7 +197,7 @@ class PlacementProblem:
                         yield Table((variables[user],), costs[0])
                 continue
             own = choices[variables[node]]
-            made = own if node in self.space.held else self._made(node, value[1])
+            made = own if node in self.space.held else self._computed_in(node, value[1])
             if value not in variables:
                 for user, position in uses:
                     yield from self._pair(variables, value, made, user, position, gradients)
@@ -290,7 +290,7 @@ class PlacementProblem:
             self._columns[key] = tuple(row.inputs[position] for row in rows)
         return self._columns[key]
 
-    def _made(self, node: fx.Node, item: int) -> tuple[Placement, ...]:
+    def _computed_in(self, node: fx.Node, item: int) -> tuple[Placement, ...]:
         """The placement in which a result is computed, by strategy; one object for equal
         strategies."""
         rows = self.space.rows[node]

@@ -103,9 +103,9 @@ class _Solver:
                     continue
                 heapq.heappush(heap, (now, v))
                 v = max(left, key=lambda u: (len(self.neighbours[u]), -u))
-                touched = self._guess(v)
+                touched = self._fix_cheapest(v)
             else:
-                touched = self._eliminate(v)
+                touched = self._remove_variable(v)
             left.discard(v)
             for u in sorted(touched):
                 heapq.heappush(heap, (self._size(u), u))
@@ -187,7 +187,7 @@ class _Solver:
                 self.of[u].discard(number)
         return taken
 
-    def _eliminate(self, v: int) -> set[int]:
+    def _remove_variable(self, v: int) -> set[int]:
         around = tuple(sorted(self.neighbours[v]))
         total = _added(self._taken(v), (*around, v), self.counts)
         best = total.argmin(axis=-1)
@@ -205,7 +205,7 @@ class _Solver:
             self.neighbours[u].discard(v)
         self.neighbours[v] = set()
 
-    def _guess(self, v: int) -> set[int]:
+    def _fix_cheapest(self, v: int) -> set[int]:
         """Fix a variable at the value with the smallest sum of the minima of its tables."""
         bounds = np.zeros(self.counts[v])
         for number in sorted(self.of[v]):

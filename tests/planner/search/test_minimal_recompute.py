@@ -32,7 +32,7 @@ def _asked(rank: Rank, missing: int, share: float, spare: float) -> dict[str, tu
     for _ in range(_ROUNDS):
         if not rank.asks(missing - share * _saved(rank.chosen), spare):
             break
-    return rank.found
+    return rank.best
 
 
 @given(
@@ -86,4 +86,4 @@ def test_nothing_is_computed_again_where_nothing_is_missing() -> None:
 def test_a_rank_without_blocks_asks_for_nothing_more() -> None:
     rank = Rank([], [], 0)
     assert not rank.asks(100, 1.0)
-    assert rank.found == {}
+    assert rank.best == {}
