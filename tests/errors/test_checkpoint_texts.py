@@ -61,7 +61,7 @@ error[GA414]: `checkpoints/step-00000200` does not fit this model or optimizer
   explain: graphaccel explain GA414""",
     ),
     (
-        errors.CheckpointUntrusted(path="model.pt", found="posix.system"),
+        errors.CheckpointUntrusted(path="model.pt", named="posix.system"),
         """\
 error[GA415]: `model.pt` holds more than weights: it names `posix.system`
   why:  a pickle runs what it names when it is read, so only tensors and plain values are read; nothing was run
