@@ -16,12 +16,14 @@ from graphaccel.capture.batch import Batch
 from graphaccel.capture.export.export import LossFn
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH, evaluate
+from graphaccel.compat.torch.modes import TorchDispatchMode
 from graphaccel.errors import GraphMisuse
 from graphaccel.ir.calls import is_random
 from graphaccel.ir.replication.unfold import input_nodes
 from graphaccel.proof.eager_step import Subject, run_eager
 from graphaccel.proof.graph_step import Inputs, Keep, Observer, run_graph
 from graphaccel.proof.modes import NARROW, SameDraws, Widened, WriteGuard
+from graphaccel.proof.recorded_draws import RecordDraws, ReplayDraws
 from graphaccel.proof.results import Deviation, Results, deviations
 from graphaccel.proof.untouched import RandomState, untouched
 from graphaccel.runtime.module import own_forward
@@ -70,6 +72,23 @@ class Pair:
         graph, eager = self.run(setting, seen=seen)
         return deviations(graph, eager, self.dtype(setting))
 
+    def compare_step(
+        self, seen: Callable[[Results], Any] | None = None
+    ) -> tuple[Deviation, ...] | None:
+        """`compare` for the whole batch, with the draws that a training step makes; None where
+        eager code draws otherwise. For a graph that `can_be_recorded`."""
+        setting, record = Setting(), RecordDraws()
+        replay: list[ReplayDraws] = []
+
+        def draws_of_graph() -> ReplayDraws:
+            replay.append(ReplayDraws(record.made))
+            return replay[0]
+
+        graph, eager = self._both(setting, lambda: record, draws_of_graph, seen=seen)
+        if not replay[0].matched:
+            return None
+        return deviations(graph, eager, self.dtype(setting))
+
     def compare_eager(self, setting: Setting) -> tuple[Deviation, ...]:
         """Compare eager with itself: a value that differs depends on more than the inputs."""
         first, second = self._eager(setting), self._eager(setting)
@@ -85,17 +104,33 @@ class Pair:
         """(the graph's, eager's). observe: called with the nodes of the graph. watch: returns a
         dispatch mode in which eager code also runs. seen: called with the graph's results, all
         buffers included."""
+
+        def same() -> SameDraws:
+            return SameDraws(by_shape=setting.by_shape)
+
+        return self._both(setting, same, same, observe, watch, seen)
+
+    def _both(
+        self,
+        setting: Setting,
+        of_graph: Callable[[], TorchDispatchMode],
+        of_eager: Callable[[], TorchDispatchMode],
+        observe: Observer | None = None,
+        watch: Callable[[], Any] | None = None,
+        seen: Callable[[Results], Any] | None = None,
+    ) -> tuple[Results, Results]:
+        """`run`, with the modes that decide what each of the two draws."""
         model = self.subject.model
         batch = part(self.batch, self.step, setting, self.subject.device)
         with untouched(model, wide=setting.wide) as guard:
             state = RandomState.here()
-            with precision(setting), SameDraws(by_shape=setting.by_shape):
+            with precision(setting), of_graph():
                 graph = self.graph(batch, setting, observe)
             if seen is not None:
                 seen(graph)
             graph = replace(graph, buffers=_changed(model, graph.buffers))
             state.restore()
-            with self._plain(setting, guard), ExitStack() as stack:
+            with self._plain(setting, guard, of_eager()), ExitStack() as stack:
                 if watch is not None:
                     stack.enter_context(watch())
                 eager = run_eager(self.subject, batch, tangent, guard)
@@ -105,15 +140,16 @@ class Pair:
         batch = part(self.batch, self.step, setting, self.subject.device)
         with (
             untouched(self.subject.model, wide=setting.wide) as guard,
-            self._plain(setting, guard),
+            self._plain(setting, guard, SameDraws(by_shape=setting.by_shape)),
         ):
             return run_eager(self.subject, batch, tangent, guard)
 
     @contextmanager
-    def _plain(self, setting: Setting, guard: WriteGuard) -> Iterator[None]:
+    def _plain(
+        self, setting: Setting, guard: WriteGuard, draws: TorchDispatchMode
+    ) -> Iterator[None]:
         """The modes that eager code runs in. On a GPU its attention is decomposed, with a dropout
         that can be matched; the kernels have a random generator inside."""
-        draws = SameDraws(by_shape=setting.by_shape)
         with ExitStack() as stack:
             if self.subject.device.type == "cuda":
                 stack.enter_context(sdpa_kernel(SDPBackend.MATH))

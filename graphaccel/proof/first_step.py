@@ -28,6 +28,7 @@ from graphaccel.proof.evidence import Proof, judge
 from graphaccel.proof.graph_step import GraphFailed
 from graphaccel.proof.layers import FEW, few_layers, first_difference, layers
 from graphaccel.proof.locate import Difference, difference_at, locate
+from graphaccel.proof.recorded_draws import can_be_recorded
 from graphaccel.proof.results import Deviation, Results, kept_of
 from graphaccel.proof.sums import sums_of
 
@@ -207,18 +208,15 @@ def _verdict(pair: Pair, setting: Setting) -> Proof | tuple[Setting, tuple[Devia
     """
     rough: tuple[Deviation, ...] | None = None
     note = ""
-    kept: list[Results] = []
     if not _narrow(pair):
-        whole = setting.rows is None and pair.of is None and not draws(pair.step)
-        seen = (lambda graph: kept.append(kept_of(graph, sums_of))) if whole else None
-        rough = pair.compare(setting, seen)
+        rough, kept = _rough(pair, setting)
         overflow = any(one.overflow and one.kind in ("loss", "gradient") for one in rough)
         if overflow:
             return _unsteady(pair, setting) or (setting, _wrong(rough))
         if not _wrong(rough):
             made = _judged(pair, rough)
             if not any(one.void == "not finite" for one in rough):
-                return replace(made, graph=kept[0] if kept else None)
+                return replace(made, graph=kept)
             note = f", in float64: otherwise {made.text}"
     wide = replace(setting, wide=True)
     try:
@@ -237,6 +235,22 @@ def _verdict(pair: Pair, setting: Setting) -> Proof | tuple[Setting, tuple[Devia
             return _judged(pair, matched_step, ", draws matched by shape" + note)
         wide, found = matched, matched_step
     return _unsteady(pair, wide) or (wide, _wrong(found))
+
+
+def _rough(pair: Pair, setting: Setting) -> tuple[tuple[Deviation, ...], Results | None]:
+    """Deviations in the model's own precision; and sums of what the graph gave, where a training
+    step gives the same."""
+    kept: list[Results] = []
+    if setting.rows is not None or pair.of is not None:
+        return pair.compare(setting), None
+    if not draws(pair.step):
+        found = pair.compare(setting, lambda graph: kept.append(kept_of(graph, sums_of)))
+        return found, kept[0]
+    if can_be_recorded(pair.step.graph.graph):
+        same = pair.compare_step(lambda graph: kept.append(kept_of(graph, sums_of)))
+        if same is not None and not _wrong(same):
+            return same, kept[0]
+    return pair.compare(setting), None
 
 
 def _without_float64(

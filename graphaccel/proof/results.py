@@ -22,6 +22,8 @@ there.
 _FLOOR = {torch.float64: 1e-13, torch.float32: 1e-7}
 """Relative to the largest gradient: a gradient that is mathematically zero (the bias of attention's
 keys) is the rounding of terms that cancel."""
+_FEW = 1024
+"""Elements in which a finite number is looked for before all of a tensor."""
 _SAFE = 1e-12
 """A float32 norm below it may have lost squares below the dtype's range."""
 
@@ -126,8 +128,11 @@ def _void(eager: Tensor, kind: str, size: float | None, floor: float) -> str:
         return "empty"
     if size is not None:
         return "not finite" if not math.isfinite(size) else "zero" if size <= floor else ""
-    finite = torch.isfinite(eager)
-    return "" if bool(finite.all() if kind == "loss" else finite.any()) else "not finite"
+    if kind == "loss":
+        return "" if bool(torch.isfinite(eager).all()) else "not finite"
+    some = eager.reshape(-1)[:_FEW]
+    odd = not bool(torch.isfinite(some).any()) and not bool(torch.isfinite(eager).any())
+    return "not finite" if odd else ""
 
 
 def _missing_parameters(eager: Results) -> Iterator[Deviation]:

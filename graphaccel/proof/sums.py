@@ -12,7 +12,7 @@ from torch import Tensor
 from graphaccel.runtime.parameters.layout import Layout
 
 _TILE = 8191
-"""Elements of the direction that are computed once: a prime, so that no dim is a multiple of it."""
+"""Elements of the direction that repeat: a prime, so that no dim is a multiple of it."""
 
 Sums = tuple[float, float]
 
@@ -20,32 +20,35 @@ Sums = tuple[float, float]
 def sums_of(tensor: Tensor, layout: Layout | None = None) -> Sums:
     """(squared norm, dot product with the direction) of a tensor, or of this rank's shard."""
     flat = tensor.detach().reshape(-1)
-    if layout is None:
-        tiles = -(-flat.numel() // _TILE)
-        parts = [flat[i : i + _chunk(tiles)] for i in range(0, flat.numel(), _chunk(tiles))]
-        along = (_direction(i * _chunk(tiles), p.numel(), p.device) for i, p in enumerate(parts))
-    else:
-        whole = _direction(0, layout.shape.numel(), tensor.device).view(layout.shape)
-        parts, along = [flat], iter([layout.own(whole).reshape(-1)])
+    tile = _tile(flat.device)
+    if layout is not None:
+        along = layout.own(_direction(layout.shape.numel(), tile).view(layout.shape)).reshape(-1)
+        wide = flat.double()
+        return float(wide.dot(wide)), float(wide.dot(along))
     squares = dots = 0.0
-    for part, direction in zip(parts, along, strict=True):
-        wide = part.double()
+    step = _TILE * max(1, flat.numel() // _TILE // 64)
+    for start in range(0, flat.numel(), step):
+        wide = flat[start : start + step].double()
         squares += float(wide.dot(wide))
-        dots += float(wide.dot(direction))
+        whole = wide.numel() // _TILE
+        rows, rest = wide[: whole * _TILE].view(whole, _TILE), wide[whole * _TILE :]
+        factors = _factors(start // _TILE, whole + 1, flat.device)
+        dots += float((rows @ tile).dot(factors[:-1]))
+        dots += float(rest.dot(tile[: rest.numel()]) * factors[-1])
     return squares, dots
 
 
-def _chunk(tiles: int) -> int:
-    """How many elements to widen at a time: few enough to need little memory beside the tensor."""
-    return _TILE * max(1, tiles // 64)
+def _tile(device: torch.device) -> Tensor:
+    """float64 [_TILE]: cosines, which the direction repeats with a different factor each time."""
+    return torch.cos(1.7 * torch.arange(_TILE, dtype=torch.float64, device=device))
 
 
-def _direction(start: int, count: int, device: torch.device) -> Tensor:
-    """float64 [count]: the direction from element `start` on, which is a multiple of a tile.
+def _factors(first: int, count: int, device: torch.device) -> Tensor:
+    """float64 [count]: the factors of the tiles from `first` on."""
+    tiles = torch.arange(first, first + count, dtype=torch.float64, device=device)
+    return 1 + 0.5 * torch.cos(0.9 * tiles)
 
-    It is a tile of cosines, repeated with a different factor each time.
-    """
-    tiles = torch.arange(start // _TILE, (start + count - 1) // _TILE + 1, device=device)
-    factors = 1 + 0.5 * torch.cos(0.9 * tiles.double())
-    tile = torch.cos(1.7 * torch.arange(_TILE, dtype=torch.float64, device=device))
-    return torch.outer(factors, tile).view(-1)[:count]
+
+def _direction(count: int, tile: Tensor) -> Tensor:
+    """float64 [count]: the direction."""
+    return torch.outer(_factors(0, count // _TILE + 1, tile.device), tile).view(-1)[:count]
