@@ -64,6 +64,7 @@ from graphaccel.runtime.parameters.state import (
     stage_meshes,
 )
 from graphaccel.runtime.session import CompiledStep, Session
+from graphaccel.runtime.unplanned import HELP, Unplanned
 from graphaccel.runtime.wrappers import refuse_around
 
 Optimizer = torch.optim.Optimizer
@@ -93,6 +94,7 @@ class Handle:
         self._model, self._optimizer, self._compiler = model, optimizer, compiler
         self._devices, self._device, self._timeout = devices, device, timeout
         self._agreement = Agreement(devices, device, timedelta(seconds=timeout), optimizer)
+        self._unplanned = Unplanned(optimizer, lambda: self.plan is not None)
         self._inner = tuple(model.named_modules())
         self._dtypes: dict[str, torch.dtype] = {}
         self._session: Session | None = None
@@ -324,7 +326,9 @@ class Handle:
                 help_line="graphaccel.optimize(model, optimizer, example_batch=batch)",
             )
         if not training and self._whole():
-            return self._plain(forward, args, kwargs)
+            output = self._plain(forward, args, kwargs)
+            self._unplanned.watch(output)
+            return output
         batch = flatten_call(args, kwargs)
         if self._reading.active:
             return self._read(training, batch, lambda: forward(module, *args, **kwargs))
@@ -571,8 +575,7 @@ class Handle:
                 what="a forward in evaluation mode with gradients enabled, under "
                 + ("a pipeline" if self.plan.pipeline > 1 else "sharded parameters"),
                 help_line="to evaluate:  with torch.no_grad(): output = model(batch)",
-                other_help="to train with dropout off and batch statistics fixed:  "
-                "model.eval(); model.training = True",
+                other_help=f"to train with dropout off and batch statistics fixed:  {HELP}",
             )
 
     def _compiled(
