@@ -157,7 +157,7 @@ class HandOut(torch.autograd.Function):
         handed = []
         for name, parameter in zip(ctx.names, parameters, strict=True):
             if isinstance(parameter, RemoteTensor):
-                handed.append(RemoteTensor(parameter, parameter.group))
+                handed.append(RemoteTensor(parameter, parameter.elsewhere))
                 continue
             local = gradients.pop(name, None)
             if local is not None and ctx.away:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -26,7 +27,7 @@ from graphaccel.runtime.init_tape import Record
 from graphaccel.runtime.loss_scale import LossScale
 from graphaccel.runtime.mesh import Mesh
 from graphaccel.runtime.parameters.layout import Layout
-from graphaccel.runtime.parameters.remote import RemoteTensor
+from graphaccel.runtime.parameters.remote import Elsewhere, RemoteTensor
 from graphaccel.runtime.parameters.sharded import ShardTensor, local_of
 from graphaccel.schedule.table import Schedule
 
@@ -115,17 +116,30 @@ class Session:
         self._initial = None
 
     def _leave_remote(self, optimizer: Any) -> None:
+        own = (self._holders(name) for name, _ in self.model.named_parameters())
+        shared = Counter(
+            c for holders in own if self.mesh.pipeline_index in holders for c in holders
+        )
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             if not self.holds(name) and not isinstance(parameter, RemoteTensor):
-                _make_remote(parameter, self.mesh)
+                _make_remote(parameter, self.mesh, self._elsewhere(name, shared))
                 if optimizer is not None:
                     optimizer.state.pop(parameter, None)
         for module_name, module in self.model.named_modules():
             for name, buffer in list(module.named_buffers(recurse=False)):
                 full = f"{module_name}.{name}" if module_name else name
                 if full in self.homes and not self.holds(full):
-                    remote = RemoteTensor(buffer, self.mesh.pipeline_group, self.mesh.device)
-                    setattr(module, name, remote)
+                    where = self._elsewhere(full, shared)
+                    setattr(module, name, RemoteTensor(buffer, where, self.mesh.device))
+
+    def _elsewhere(self, name: str, shared: Mapping[int, int]) -> Elsewhere:
+        return Elsewhere(self.mesh.pipeline_group, self._holders(name), shared)
+
+    def _holders(self, name: str) -> frozenset[int]:
+        """The pipeline coordinates that hold a parameter or buffer."""
+        every = range(self.mesh.pipeline)
+        stages = self.homes.get(name)
+        return frozenset(every if stages is None else (s % self.mesh.pipeline for s in stages))
 
     def _fill_buffers(self) -> None:
         """Move buffers to this rank's device; initialise them where the model was on the meta
@@ -237,10 +251,7 @@ class Session:
 
     def holds(self, name: str) -> bool:
         """Whether a stage on this rank has the parameter or buffer."""
-        stages = self.homes.get(name)
-        return stages is None or any(
-            s % self.mesh.pipeline == self.mesh.pipeline_index for s in stages
-        )
+        return self.mesh.pipeline_index in self._holders(name)
 
     def owner(self, name: str) -> int:
         """The pipeline coordinate that owns a parameter or buffer."""
@@ -393,12 +404,11 @@ class Session:
         return executor
 
 
-def _make_remote(parameter: nn.Parameter, mesh: Mesh) -> None:
-    group = mesh.pipeline_group
+def _make_remote(parameter: nn.Parameter, mesh: Mesh, where: Elsewhere) -> None:
     remote: Any = nn.Parameter(
-        RemoteTensor(parameter.detach(), group, mesh.device), requires_grad=parameter.requires_grad
+        RemoteTensor(parameter.detach(), where, mesh.device), requires_grad=parameter.requires_grad
     )
-    remote.group = group
+    remote.elsewhere = where
     torch.utils.swap_tensors(parameter, remote)
 
 

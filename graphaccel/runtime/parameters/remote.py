@@ -5,12 +5,14 @@ of other stages are `RemoteTensor`s. In-place arithmetic on one does nothing (it
 results are remote too, and reading a number from one is an error. The one number that training
 needs from all of them, the total norm, is correct: `clip_grad_norm_` stacks the norms of all
 gradients, and stacking a remote norm fetches it (one small all-reduce within the pipeline; every
-rank makes the same call).
+rank makes the same call). A rank that has all values of a list stacks them without the others,
+which then have no part in it: every remote tensor knows which ranks have it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,20 +28,30 @@ from graphaccel.runtime.parameters.sharded import check_same_kind, copied
 aten = torch.ops.aten
 
 
-class RemoteTensor(torch.Tensor):
-    """A tensor of another rank: shape, dtype, device, and the group to fetch values through."""
+@dataclass(frozen=True)
+class Elsewhere:
+    """Where values are. group: the pipeline's, through which they are fetched. holders: pipeline
+    coordinates that have them. shared: coordinate → how many parameters are both there and here."""
 
     group: Any
+    holders: frozenset[int]
+    shared: Mapping[int, int] = field(default_factory=dict)
+
+
+class RemoteTensor(torch.Tensor):
+    """A tensor of another rank: shape, dtype, device, and where its values are."""
+
+    elsewhere: Elsewhere
 
     __torch_function__ = no_torch_function
 
     @staticmethod
     def __new__(
-        cls, like: torch.Tensor, group: Any, device: torch.device | None = None
+        cls, like: torch.Tensor, elsewhere: Elsewhere, device: torch.device | None = None
     ) -> RemoteTensor:
         """A placeholder for `like`, on another device if given."""
         made = without_storage(cls, like.shape, like.dtype, device or like.device)
-        made.group = group
+        made.elsewhere = elsewhere
         return made
 
     @property
@@ -54,20 +66,20 @@ class RemoteTensor(torch.Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """No inner tensors: none of it is in this rank's memory."""
-        return [], (self.shape, self.dtype, self.device, self.group)
+        return [], (self.shape, self.dtype, self.device, self.elsewhere)
 
     @staticmethod
     def __tensor_unflatten__(_inner: Any, context: Any, *_sizes: Any) -> RemoteTensor:
-        shape, dtype, device, group = context
+        shape, dtype, device, elsewhere = context
         made = without_storage(RemoteTensor, shape, dtype, device)
-        made.group = group
+        made.elsewhere = elsewhere
         return made
 
     def __repr__(self, **_: Any) -> str:
         return f"RemoteTensor({list(self.shape)}, {self.dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteTensor:
-        return copied(self, RemoteTensor(self, self.group), memo)
+        return copied(self, RemoteTensor(self, self.elsewhere), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to pickle: no values are here. Raises PartOfModel (GA411)."""
@@ -85,18 +97,16 @@ def _computed(func: Any, args: tuple, kwargs: dict) -> Any:
     name = func.__name__.split(".")[0]
     leaves = pytree.tree_leaves((args, kwargs))
     remote = next(leaf for leaf in leaves if isinstance(leaf, RemoteTensor))
+    where = _of_all(leaves)
     if func in (aten.stack.default, aten.cat.default):
-        scalars = all(t.dim() == 0 for t in args[0])
-        elsewhere = all(isinstance(t, RemoteTensor) for t in args[0])
-        # Of two ranks the other one has them all, and stacks them without this one.
-        if scalars and not (elsewhere and dist.get_world_size(remote.group) == 2):
-            return _stack(args[0], remote)
-        if not elsewhere:
+        if all(t.dim() == 0 for t in args[0]) and _together(func, args[0], where):
+            return _stack(func, args[0], remote)
+        if not all(isinstance(t, RemoteTensor) for t in args[0]):
             raise _needed(func)  # no rank has all of the values
     if "_foreach_" in name or "_fused_" in name:
         return _on_local(func, args, kwargs, remote)
     if func in (aten.detach.default, aten.alias.default):
-        return RemoteTensor(args[0], remote.group)
+        return RemoteTensor(args[0], remote.elsewhere)
     if torch.Tag.nondeterministic_seeded in func.tags:  # its own rank draws, so this one draws too
         given = pytree.tree_map_only(RemoteTensor, _zeros, (args, kwargs))
         func(*given[0], **given[1])
@@ -119,7 +129,27 @@ def _computed(func: Any, args: tuple, kwargs: dict) -> Any:
     device = kwargs.get("device") or remote.device
     if isinstance(device, torch.device) and device.type == "meta":
         return result
-    return pytree.tree_map_only(torch.Tensor, lambda t: _remote(t, remote), result)
+    return pytree.tree_map_only(torch.Tensor, lambda t: _remote(t, remote.device, where), result)
+
+
+def _of_all(values: Iterable[Any]) -> Elsewhere:
+    """Where all remote ones of some values are."""
+    every = [v.elsewhere for v in values if isinstance(v, RemoteTensor)]
+    return replace(every[0], holders=frozenset.intersection(*(one.holders for one in every)))
+
+
+def _together(func: Any, tensors: Sequence[torch.Tensor], where: Elsewhere) -> bool:
+    """Whether every rank of the pipeline comes here with this list: no rank has all of its tensors.
+
+    A rank that has them all never comes here. Raises ElsewhereNeeded (GA408) where that rank may
+    exist: those of this rank may all be parameters that it has too.
+    """
+    own = sum(not isinstance(t, RemoteTensor) for t in tensors)
+    if not where.holders or not own:
+        return not where.holders
+    if own <= max(where.shared.get(there, 0) for there in where.holders):
+        raise _needed(func)
+    return True
 
 
 def _needed(func: Any) -> ElsewhereNeeded:
@@ -136,19 +166,19 @@ def _meta(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-def _remote(shape: torch.Tensor, like: RemoteTensor) -> RemoteTensor:
-    with torch.device(like.device):
-        made = without_storage(RemoteTensor, shape.shape, shape.dtype, like.device)
-    made.group = like.group
-    return made
+def _remote(shape: torch.Tensor, device: torch.device, where: Elsewhere) -> RemoteTensor:
+    with torch.device(device):
+        return RemoteTensor(shape, where, device)
 
 
-def _stack(tensors: Sequence[torch.Tensor], remote: RemoteTensor) -> torch.Tensor:
+def _stack(func: Any, tensors: Sequence[torch.Tensor], remote: RemoteTensor) -> torch.Tensor:
     """Scalars of all ranks, stacked: each is known on the ranks that hold its tensor, one or
     several.
 
     The maximum over the ranks is the value, for ranks that do not know it contribute less; whether
-    a value is NaN is reduced beside it.
+    a value is NaN, and whether any rank knows it, is reduced beside it.
+
+    Raises ElsewhereNeeded (GA408) on every rank where none knows a value.
     """
     number = remote.dtype
     wide = number if number.is_floating_point else torch.int64
@@ -162,10 +192,13 @@ def _stack(tensors: Sequence[torch.Tensor], remote: RemoteTensor) -> torch.Tenso
         ]
     )
     missing = known.isnan()
-    both = torch.stack([known.masked_fill(missing, least), missing.to(wide)])
-    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=remote.group)
-    values = both[0].to(number)
-    return values.masked_fill(both[1] > 0, float("nan")) if number.is_floating_point else values
+    here = torch.tensor([not isinstance(t, RemoteTensor) for t in tensors]).to(missing)
+    rows = torch.stack([known.masked_fill(missing, least), missing.to(wide), here.to(wide)])
+    dist.all_reduce(rows, op=dist.ReduceOp.MAX, group=remote.elsewhere.group)
+    if not bool(rows[2].all()):
+        raise _needed(func)
+    values = rows[0].to(number)
+    return values.masked_fill(rows[1] > 0, float("nan")) if number.is_floating_point else values
 
 
 def _on_local(func: Any, args: tuple, kwargs: dict, remote: RemoteTensor) -> Any:
@@ -188,10 +221,14 @@ def _on_local(func: Any, args: tuple, kwargs: dict, remote: RemoteTensor) -> Any
     results = None
     if here:
         results = func(*(kept(a) for a in args), **{k: kept(v) for k, v in kwargs.items()})
-    if "_amp_foreach_" in func.__name__:  # whether all are finite: the same on every rank
-        dist.all_reduce(args[1], op=dist.ReduceOp.MAX, group=remote.group)
+    if "_amp_foreach_" in func.__name__ and _together(func, args[0], _of_all(args[0])):
+        # whether all are finite: the same on every rank
+        dist.all_reduce(args[1], op=dist.ReduceOp.MAX, group=remote.elsewhere.group)
     if writes or not func._schema.returns:
         return None
     found = dict(zip(here, results or (), strict=True))
     shapes = func(*pytree.tree_map_only(torch.Tensor, _meta, args), **kwargs)
-    return [found[i] if i in found else _remote(shapes[i], remote) for i in range(count)]
+    return [
+        found[i] if i in found else _remote(shapes[i], remote.device, _of_all(places[i]))
+        for i in range(count)
+    ]
