@@ -5,7 +5,7 @@ before                                               after
   %v: f32[6,4,2] = aten.index(%w, [%e])                %y: f32[6,4] = expert_product(%x, %w, %e)
   %y: f32[6,4,1] = aten.bmm(%v, aten.unsqueeze(%x, -1))
 
-Means and losses: `capture.canonical.losses`.
+Means and losses: `capture.canonical.losses`. Strided views: `capture.canonical.strided`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import fx
 from graphaccel.capture.canonical.calls import arguments_of, emit, replace_call
 from graphaccel.capture.canonical.causal import causal_attention
 from graphaccel.capture.canonical.losses import LOSSES
+from graphaccel.capture.canonical.strided import strided_read, strided_write
 from graphaccel.ir.values import operands
 from graphaccel.kernels.ops.experts import GROUPED_MATMUL
 
@@ -257,6 +258,8 @@ _REWRITES: dict[Any, Callable[[fx.Node], None]] = {
     aten.cat.default: _concatenate,
     aten.copy.default: _slice_write,
     aten.index_put.default: _masked_write,
+    aten.as_strided.default: strided_read,
+    aten.as_strided_scatter.default: strided_write,
     aten.bmm.default: _expert_matmul,
     aten.scaled_dot_product_attention.default: causal_attention,
 }
