@@ -1,7 +1,7 @@
 # make demo   set up .venv, then the main job: plan, train on 4 processes, compare with one
 # make test   set up .venv, then all checks and tests; of tests with many cases a third of them
 # make test-all   the same with every case: twice the time, before a release
-# make types   set up .venv, then check the types of the folders that pyproject.toml lists
+# make types   set up .venv, then check types (a part of `make test`)
 # make docs   set up .venv, then the documents as a site: build/site/README.html
 #
 # All need Python 3.10 or newer, pip and make, and download nothing but packages.
@@ -31,6 +31,7 @@ test test-all: .venv/stamp-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+	$(BIN)/basedpyright --level error
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --cases $(CASES)
 
 .venv/stamp-%: pyproject.toml

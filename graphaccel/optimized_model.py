@@ -387,6 +387,7 @@ class Handle:
                 detach(self._model)
                 raise
         assert self._session is not None
+        assert self.plan is not None
         more = self._completed(batch)
         if more is not None:
             batch, given = with_rows(batch, more), more.leaves(given)
@@ -421,7 +422,7 @@ class Handle:
         # our own optimizer step can skip an update
         marks = self._optimizing is not None and not skipped
         names, parameters = [n for n, _ in named], [p for _, p in named]
-        loss = HandOut.apply(result, marks, self._away(), tuple(names), *parameters)
+        loss = HandOut.apply(result, marks, self._offloaded(), tuple(names), *parameters)
         return compiled.rebuild(loss, result.outputs if more is None else more.cut(result.outputs))
 
     def _completed(self, batch: Batch) -> Completed | None:
@@ -460,14 +461,14 @@ class Handle:
 
     def _whole(self) -> bool:
         """Whether the model's own forward can run here: full parameters, none offloaded."""
-        return self.has_all() and not self._away()
+        return self.has_all() and not self._offloaded()
 
     def has_all(self) -> bool:
         """Whether this rank holds every parameter in full."""
         session = self._session
         return session is None or (session.mesh.pipeline == 1 and not session.parameters)
 
-    def _away(self) -> bool:
+    def _offloaded(self) -> bool:
         """Whether parameters are on the host, where the model's own forward cannot run."""
         return self._session is not None and self._session.away
 

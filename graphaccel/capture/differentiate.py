@@ -221,7 +221,7 @@ class _Origins:
                 stack += [previous for previous, _ in step.next_functions]
 
 
-def _backward_marker(node: fx.Node):
+def _backward_marker(node: fx.Node) -> Callable[[Sequence[torch.Tensor]], None]:
     custom = {"origin": node.name, "phase": "backward"}
 
     def mark(_gradients: Sequence[torch.Tensor]) -> None:

@@ -287,12 +287,12 @@ def _free(flat: torch.Tensor, uses: int, like: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class _Recorded:
-    """A recorded action. given: (input, slot) of tensors from other ranks. made: for each output
+    """A recorded action. given: (input, slot) of tensors from other ranks. outputs: for each output
     its kind and the slot it is copied to, None where it stays in the pool."""
 
     recording: Recording
     given: tuple[tuple[int, _Slot], ...]
-    made: tuple[tuple[str, _Slot | None], ...]
+    outputs: tuple[tuple[str, _Slot | None], ...]
 
 
 class StepGraphs:
@@ -377,7 +377,7 @@ class StepGraphs:
                 self._slots.show(slot).copy_(work.inputs[place])
             work.inputs.clear()
         made.recording.replay()
-        for place, (kind, slot) in enumerate(made.made):
+        for place, (kind, slot) in enumerate(made.outputs):
             if slot is not None:
                 shown = self._slots.show(slot)
                 # The script may keep it: the next step must not overwrite it.

@@ -1,4 +1,4 @@
-"""Docstrings and documents use the words of the glossary in CONTRIBUTING.md."""
+"""Names, docstrings and documents use the words of the glossary in CONTRIBUTING.md."""
 
 from __future__ import annotations
 
@@ -23,6 +23,58 @@ INSTEAD = {
 }
 
 
+NAMES = {
+    "again": "recomputation, or what is repeated",
+    "alike": "equal, identical, a kind",
+    "away": "offloaded",
+    "crowd": "oversubscription",
+    "found": "what it is: a site, a device, a checkpoint",
+    "guess": "an estimate, a heuristic",
+    "lies": "is sharded, its layout",
+    "made": "computed, or what it is",
+    "motion": "bytes in flight",
+    "products": "matmuls",
+    "promising": "a queue, a bound",
+    "rests": "is sharded, is full",
+    "told": "a key, a description",
+    "twin": "a copy, an equal stage",
+    "twins": "copies, equal stages",
+    "works": "costs",
+}
+"""Words of the former dialect in names of functions, classes and fields → what to say."""
+KEPT = {
+    "Chunks.products": "of a user's fused op",
+    "Device.crowd": "a key of cluster files",
+    "Around.found_inf": "torch's word",
+}
+"""Names that stay, and why."""
+
+
+def _names(text: str) -> Iterator[str]:
+    """Names of functions, classes (with "Class.") and fields."""
+
+    def of(body: list[ast.stmt], owner: str) -> Iterator[str]:
+        for node in body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                yield owner + node.name
+                if isinstance(node, ast.ClassDef):
+                    yield from of(node.body, f"{node.name}.")
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and owner:
+                yield owner + node.target.id
+
+    yield from of(ast.parse(text).body, "")
+
+
+def _refused_names(text: str) -> list[str]:
+    return [
+        f"{name}: say {NAMES[word]}"
+        for name in _names(text)
+        if name not in KEPT
+        for word in re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name.rpartition(".")[2]).lower().split("_")
+        if word in NAMES
+    ]
+
+
 def _docstrings(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
@@ -45,6 +97,11 @@ def test_docstrings(path: Path) -> None:
     assert [said for text in _docstrings(path) for said in _refused(text)] == []
 
 
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_names(path: Path) -> None:
+    assert _refused_names(path.read_text(encoding="utf-8")) == []
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_documents(path: Path) -> None:
     assert _refused(path.read_text(encoding="utf-8")) == []
@@ -52,3 +109,10 @@ def test_documents(path: Path) -> None:
 
 def test_the_words_are_found() -> None:
     assert len(_refused("A stage is told where it lies; `rests`, and lets go of it again.")) == 3
+
+
+def test_the_names_are_found() -> None:
+    text = "class Twins:\n    found: int\n    def _again(self): ...\n    def held(self): ...\n"
+    assert [name.partition(":")[0] for name in _refused_names(text)] == [
+        "Twins", "Twins.found", "Twins._again",
+    ]  # fmt: skip

@@ -340,7 +340,7 @@ def _dim_order(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 @contextmanager
-def _state_restored(model: nn.Module):
+def _state_restored(model: nn.Module) -> Iterator[None]:
     """Restore the model's own attributes afterwards: export runs the user's Python."""
     modes = {module: module.training for module in model.modules()}
     try:

@@ -102,7 +102,7 @@ def rank_memory(
     most, peak, at = run.count.at_peak, phases.later, run.count.where
     if phases.step > peak:
         peak, at, most = phases.step, STEP, dict(run.count.live)
-        most["temporary"] = most.get("temporary", 0) + run.made_by_step(resident)
+        most["temporary"] = most.get("temporary", 0) + run.optimizer_temporary(resident)
     if phases.load > peak:
         peak, at, optimizer = phases.load, LOAD, 0
         most = {"activation": resident.batch, "temporary": phases.load - lying - resident.batch}
@@ -190,7 +190,7 @@ def rank_curve(
         for far, then, at in run.count.seen:
             samples.append(snapshot(start + far * (end - start), then, at))
         samples.append(snapshot(end, live, f"end of {action.kind} {action.microbatch}"))
-    made = live.get("temporary", 0) + run.made_by_step(resident)
+    made = live.get("temporary", 0) + run.optimizer_temporary(resident)
     samples.append(snapshot(samples[-1].seconds, {**live, "temporary": made}, STEP))
     return tuple(samples)
 
@@ -252,7 +252,7 @@ class _Run:
         most, count = self.most, self.count
         return Seen(lying, optimizer, most["forward"], most["backward"], count.peak, count.total)
 
-    def made_by_step(self, resident: Resident) -> int:
+    def optimizer_temporary(self, resident: Resident) -> int:
         """Temporary bytes of the optimizer's step."""
         return resident.step(sorted({n for p in self.own for n in p.parameters}))
 

@@ -40,30 +40,32 @@ class GatherForReading(TorchDispatchMode):
         super().__init__()
         self._session, self._keep = session, keep
         self._kept: dict[str, torch.Tensor] = {}
-        self._away = _away(session, model)
+        self._not_full = _not_full(session, model)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple = (), kwargs: Any = None
     ) -> Any:
         """Run an op on full tensors. Raises Unsupported (GA208) where it writes into a weight."""
         kwargs = kwargs or {}
-        if not any(map(self._is_away, pytree.tree_leaves((args, kwargs)))):
+        if not any(map(self._is_not_full, pytree.tree_leaves((args, kwargs)))):
             return func(*args, **kwargs)
         if func._schema.is_mutable:
             self._refuse_write(func, args, kwargs)
         args, kwargs = pytree.tree_map(self._read, (args, kwargs))
         return func(*args, **kwargs)
 
-    def _is_away(self, value: Any) -> bool:
-        return id(value) in self._away or isinstance(value, (RemoteTensor, ShardTensor, ShardView))
+    def _is_not_full(self, value: Any) -> bool:
+        return id(value) in self._not_full or isinstance(
+            value, (RemoteTensor, ShardTensor, ShardView)
+        )
 
     def _read(self, value: Any) -> Any:
         """A weight in full; any other value unchanged. Collective for a weight."""
-        if id(value) not in self._away:
-            if self._is_away(value):  # made from a weight before this mode was active
+        if id(value) not in self._not_full:
+            if self._is_not_full(value):  # made from a weight before this mode was active
                 raise ElsewhereNeeded(op="forward", location=line_of_script())
             return value
-        name = self._away[id(value)][0]
+        name = self._not_full[id(value)][0]
         whole = self._kept.get(name)
         if whole is None:
             whole = self._gathered(name, value)
@@ -93,9 +95,9 @@ class GatherForReading(TorchDispatchMode):
         for argument in declared:
             writes = argument.alias_info is not None and argument.alias_info.is_write
             for value in pytree.tree_leaves(given.get(argument.name)) if writes else ():
-                if id(value) in self._away:
+                if id(value) in self._not_full:
                     raise Unsupported(
-                        what=f"a write into `{self._away[id(value)][0]}` in a forward without "
+                        what=f"a write into `{self._not_full[id(value)][0]}` in a forward without "
                         "gradients",
                         reason="this rank holds a part of it, and reads a copy of the rest",
                         help_line="write it outside of the forward, on every rank",
@@ -160,7 +162,7 @@ def _room(model: nn.Module, device: torch.device) -> bool:
     return 4 * needed * ranks <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _away(session: Session, model: nn.Module) -> dict[int, tuple[str, torch.Tensor]]:
+def _not_full(session: Session, model: nn.Module) -> dict[int, tuple[str, torch.Tensor]]:
     """Parameters and buffers that some rank of a replica lacks, or that are on the host: identity →
     name, and the tensor. Equal on all ranks but for identities."""
     mesh = session.mesh

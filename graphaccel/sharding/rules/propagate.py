@@ -242,7 +242,7 @@ class _State:
         tensors = tensor_arguments(node)
         places = [self._current(t) for t in tensors]
         if not whole and all(p == REPLICATED for p in places):
-            self.places[node] = self._made(node)
+            self.places[node] = self._place_factory(node)
             return
         if node not in self.rules:
             self.rules[node] = rule_of(node)
@@ -268,7 +268,7 @@ class _State:
         for tensor, place in zip(tensors, places, strict=True):
             if place == PARTIAL:
                 self._convert(tensor, node)
-        self.places[node] = self._made(node)
+        self.places[node] = self._place_factory(node)
 
     def _current(self, node: fx.Node) -> Placement:
         if node.op == "placeholder":  # each part has its own slice of a batch leaf
@@ -327,7 +327,7 @@ class _State:
             return carry[0]
         return REPLICATED
 
-    def _made(self, node: fx.Node) -> Any:
+    def _place_factory(self, node: fx.Node) -> Any:
         """Place the result of numbers or replicated values: sharded if the batch is among its dims.
 
         A shard must be the same op at a smaller size: not so for tensors whose elements depend on
@@ -382,7 +382,7 @@ class _State:
             self._set(node, [REPLICATED if k in rule.kept else PARTIAL for k in range(count)])
             return
         if not sharded:
-            self.places[node] = self._made(node)
+            self.places[node] = self._place_factory(node)
             return
         (index,) = sharded
         (outer,) = outers or {_ANY}
@@ -454,7 +454,7 @@ class _State:
 
     def _refuse(self, node: fx.Node, reason: str) -> None:
         self._conflict(node, reason)
-        self.places[node] = self._made(node)
+        self.places[node] = self._place_factory(node)
 
     def _conflict(self, node: fx.Node, reason: str) -> None:
         """Record that examples mix. What depends on the batch alone is hoisted instead."""
