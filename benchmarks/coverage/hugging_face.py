@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from benchmarks.coverage.entry import SEED, Entry, NotMeasured, first_line
 from benchmarks.coverage.small_config import HEADS, VOCABULARY, first_small
@@ -26,7 +27,18 @@ MAPPINGS: Mapping[str, str] = {
 _ROTARY = {"rope_type": "default", "rope_theta": 10000.0}
 _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
+    "big_bird": {"attention_type": "original_full"},  # what its forward sets for short sequences
+    "bigbird_pegasus": {"attention_type": "original_full"},
+    "blt": {"encoder_hash_byte_group_vocab": 512, "num_hidden_layers": 2},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROTARY}},
+    "dbrx": {"attn_config": {"clip_qkv": 8, "kv_n_heads": 2, "rope_theta": 10000.0}},
+    "dory": {
+        "layer_types": None,
+        "n_input_layers": 1,
+        "n_output_layers": 1,
+        "n_recurrent_layers": 1,
+        "num_hidden_layers": 3,
+    },
     "dots3_note": {"head_dim": 32},
     "esm": {"vocab_size": VOCABULARY, "pad_token_id": 1, "mask_token_id": 2},
     "esmc": {"num_key_value_heads": HEADS, "vocab_size": VOCABULARY},
@@ -37,12 +49,25 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
     },
     "falcon_h1": {"mamba_d_ssm": 64},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "hrm_text": {"num_layers_per_stack": None},
+    "musicgen": {"num_codebooks": 1},
+    "musicgen_melody": {"num_codebooks": 1},
     "perceiver": {"max_position_embeddings": 16},
+    "qwen4_exp": {
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+        "indexer_head_dim": 16,
+        "indexer_kv_heads": 1,
+        "indexer_n_heads": 2,
+        "ngram_vocab_size_base": 512,
+        "split_ngram_parts": 1,
+    },
     "causal/reformer": {"is_decoder": True},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "marian": {"decoder_vocab_size": VOCABULARY, "pad_token_id": 0},
     "recurrent_gemma": {"num_hidden_layers": 3},
     "reformer": {"axial_pos_embds": False},
+    "xlstm": {"embedding_dim": 64, "num_blocks": 2, "qk_dim_factor": 1.0},
     "xmod": {"default_language": "en_XX"},
     "zamba": {
         "attention_hidden_size": 128,
@@ -93,8 +118,11 @@ class _Loss(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, **kwargs: Any) -> Tensor:
-        return self.model(**kwargs).loss
+    def forward(self, labels: Tensor, **kwargs: Any) -> Tensor:
+        output = self.model(labels=labels, **kwargs)
+        if "loss" in output:
+            return output.loss
+        return F.cross_entropy(output.last_hidden_state, labels)  # PP-LCNet's logits, without loss
 
 
 @functools.lru_cache(maxsize=8)
@@ -119,7 +147,7 @@ def _config(name: str, dtype: torch.dtype) -> Any:
             count = sum(p.numel() for p in _class(name)(config).parameters())
         if count <= MOST_PARAMETERS:
             model, kwargs = _made(name, config, dtype)
-            if not model(**kwargs).loss.requires_grad:
+            if not _Loss(model)(**kwargs).requires_grad:
                 raise ValueError("the loss needs no gradient")
         return count, config
 
@@ -147,10 +175,18 @@ def _made(name: str, config: Any, dtype: torch.dtype) -> tuple[nn.Module, dict[s
             module.set_experts_implementation("eager")  # torch's grouped one knows no float64
     generator = torch.Generator().manual_seed(SEED)
     kind = name.split("/")[0]
-    if kind in ("causal", "masked", "seq2seq"):
-        ids = torch.randint(3, VOCABULARY - 8, (BATCH, TOKENS), generator=generator)
-        return model, {"input_ids": ids, "labels": ids.clone()}
+    ids = torch.randint(3, VOCABULARY - 8, (BATCH, TOKENS), generator=generator)
     labels = torch.randint(CLASSES, (BATCH,), generator=generator)
+    if kind in ("causal", "masked", "seq2seq"):
+        batch = {"input_ids": ids, "labels": ids.clone()}
+        if name.startswith("causal/musicgen"):  # tokens of each codebook, here of one
+            batch["labels"] = ids.unsqueeze(-1).clone()
+        if name == "causal/git":  # text of an image
+            size = (BATCH, *_image(config))
+            batch["pixel_values"] = torch.randn(size, generator=generator, dtype=dtype)
+        return model, batch
+    if model.main_input_name == "input_ids":  # ImageGPT: clusters of colors
+        return model, {"input_ids": ids, "labels": labels}
     shape = _image(config) if kind == "image" else _sound(model, config)
     values = torch.randn(BATCH, *shape, generator=generator, dtype=dtype)
     return model, {model.main_input_name: values, "labels": labels}
