@@ -53,6 +53,7 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "musicgen": {"num_codebooks": 1},
     "musicgen_melody": {"num_codebooks": 1},
     "perceiver": {"max_position_embeddings": 16},
+    "pvt": {"image_size": 64, "num_encoder_blocks": 4},
     "qwen4_exp": {
         "indexer_budget": 8,
         "indexer_compress_ratio": 2,
