@@ -10,6 +10,7 @@ Means and losses: `capture.canonical.losses`. Strided views: `capture.canonical.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -164,10 +165,10 @@ def _embedding_bag(node: fx.Node) -> None:
     start, end, step = (*offsets.args, 1)[:3]
     results = {operands(user)[1] for user in node.users if user.users}
     plain = not (a["scale_grad_by_freq"] or a["sparse"] or a["include_last_offset"])
-    padded = a.get("padding_idx") is not None
+    padding = a.get("padding_idx")
     if (start, end) != (0, indices.meta["val"].numel()) or end % step or end == 0:
         return
-    if not plain or padded or not results <= {0}:
+    if not plain or not results <= {0}:
         return
     rows = emit(node, aten.reshape.default, indices, [end // step, step])
     vectors = emit(node, aten.embedding.default, a["weight"], rows)
@@ -175,17 +176,39 @@ def _embedding_bag(node: fx.Node) -> None:
         shape = [end // step, step, 1]
         weights = emit(node, aten.reshape.default, a["per_sample_weights"], shape)
         vectors = emit(node, aten.mul.Tensor, vectors, weights)
-    if a["mode"] == 2:
-        extreme = emit(node, aten.max.dim, vectors, 1)
-        result = emit(node, operator.getitem, extreme, 0)
+    if padding is None:
+        result = _of_bags(node, vectors, a["mode"])
     else:
-        reduction = aten.sum.dim_IntList if a["mode"] == 0 else aten.mean.dim
-        result = emit(node, reduction, vectors, [1])
+        row = padding % a["weight"].meta["val"].shape[0]
+        result = _of_padded_bags(node, vectors, emit(node, aten.eq.Scalar, rows, row), a["mode"])
     for user in list(node.users):
         if user.users:
             user.replace_all_uses_with(result)
         node.graph.erase_node(user)
     node.graph.erase_node(node)
+
+
+def _of_bags(node: fx.Node, vectors: fx.Node, mode: int) -> fx.Node:
+    """Sum (mode 0), mean (1) or maximum (2) of vectors [bags, entries, width] over the entries."""
+    if mode == 2:
+        return emit(node, operator.getitem, emit(node, aten.max.dim, vectors, 1), 0)
+    return emit(node, aten.sum.dim_IntList if mode == 0 else aten.mean.dim, vectors, [1])
+
+
+def _of_padded_bags(node: fx.Node, vectors: fx.Node, padding: fx.Node, mode: int) -> fx.Node:
+    """The same without the entries at `padding`, bool [bags, entries]; zero where none is left."""
+    hidden = emit(node, aten.reshape.default, padding, [*padding.meta["val"].shape, 1])
+    fill = -math.inf if mode == 2 else 0.0
+    kept = emit(node, aten.masked_fill.Scalar, vectors, hidden, fill)
+    if mode == 0:
+        return _of_bags(node, kept, 0)
+    if mode == 2:
+        empty = emit(node, aten.all.dim, padding, 1, True)
+        return emit(node, aten.masked_fill.Scalar, _of_bags(node, kept, 2), empty, 0.0)
+    left = emit(node, aten.logical_not.default, padding)
+    counts = emit(node, aten.sum.dim_IntList, left, [1], True)
+    counts = emit(node, aten.clamp.default, counts, 1)
+    return emit(node, aten.div.Tensor, _of_bags(node, kept, 0), counts)
 
 
 def _times_one(node: fx.Node) -> None:

@@ -47,6 +47,11 @@ def _definite(h: Tensor) -> Tensor:
     return _pairs(h) @ _pairs(h).mT + torch.eye(2, dtype=h.dtype)
 
 
+def _drawn(h: Tensor) -> Tensor:
+    """All six values of each row in a random order, on which their sum does not depend."""
+    return h.gather(1, torch.multinomial(h.softmax(1), 6))
+
+
 WEIGHTS: tuple[Loss, ...] = (
     lambda h, w, y: F.mse_loss(h @ torch.linalg.inv(w), y),
     lambda h, w, y: F.mse_loss(h @ w, y) - torch.linalg.slogdet(w)[1],
@@ -64,6 +69,7 @@ PLACES: tuple[Loss, ...] = (
     lambda h, w, y: F.mse_loss(h.index_copy(1, torch.tensor([2, 0]), y[:, :2]), y),
     lambda h, w, y: F.mse_loss(h.scatter_reduce(1, (y.abs() * 2).long() % 6, y, "amax"), y),
     lambda h, w, y: F.mse_loss(torch.logcumsumexp(h, 1) + torch.cummax(h, 1)[0], y),
+    lambda h, w, y: F.mse_loss(_drawn(h).sum(1), y[:, 0]),
     lambda h, w, y: F.mse_loss(h.median(1)[0] * torch.linspace(0, 1, 6)[3], y[:, 0]),
 )
 LOSSES: tuple[Loss, ...] = (
@@ -86,13 +92,19 @@ class Bags(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.bags = nn.ModuleList(nn.EmbeddingBag(20, 6, mode=m) for m in ("mean", "sum", "max"))
+        kinds = [(mode, padding) for mode in ("mean", "sum", "max") for padding in (None, 0)]
+        self.bags = nn.ModuleList(
+            nn.EmbeddingBag(20, 6, mode=mode, padding_idx=padding) for mode, padding in kinds
+        )
         self.mixed, self.last = nn.Bilinear(6, 6, 6), nn.Linear(6, 6)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         ids = (x.abs() * 5).long() % 20
-        mean, total, extreme = (bag(ids) for bag in self.bags)
-        weighted = F.embedding_bag(ids, self.bags[1].weight, per_sample_weights=y, mode="sum")
+        ids[:, 4:] = 0
+        ids[::4] = 0  # bags of padding alone
+        mean, total, extreme = (self.bags[i](ids) + self.bags[i + 1](ids) for i in (0, 2, 4))
+        total_table = self.bags[2].weight
+        weighted = F.embedding_bag(ids, total_table, per_sample_weights=y, mode="sum")
         return F.mse_loss(self.last(self.mixed(mean + total, extreme + weighted)), y)
 
 

@@ -127,8 +127,15 @@ def _turned(node: fx.Node) -> Notation:
     return Notation((seen,), (seen,), linear=_FIRST)
 
 
+def _multinomial(node: fx.Node) -> Notation:
+    """Draws from rows of probabilities: neither the row nor its draws can be sharded."""
+    rows = named_dims(node)[:-1]
+    return Notation(((*rows, "p"),), ((*rows, "k"),), frozenset({"p", "k"}), sums=False)
+
+
 RULES: Rules = MappingProxyType(
     {
+        aten.multinomial.default: _multinomial,
         aten.median.dim: _one_of_a_dim,
         aten.kthvalue.default: _one_of_a_dim,
         aten.nanmedian.dim: _one_of_a_dim,
