@@ -10,8 +10,6 @@ from torch.fx.node import map_arg
 
 from graphaccel.compat.torch.ops import schema
 
-aten = torch.ops.aten
-
 
 def replace_call(node: fx.Node, value: Any) -> None:
     """Pass a value to the readers of a call, and remove the call."""
@@ -30,8 +28,10 @@ def emit(before: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     new.meta["made_by"] = "canonicalise"
     inputs: Any = map_arg((args, kwargs), lambda n: n.meta["val"])
     value = target(*inputs[0], **inputs[1])
-    # A fake view refers to its base, which cannot be sent to other ranks.
-    new.meta["val"] = value.clone() if target is aten.reshape.default else value
+    if isinstance(value, torch.Tensor):
+        # A fake view refers to its base, which cannot be sent to other ranks.
+        value = value.new_empty_strided(value.shape, value.stride())
+    new.meta["val"] = value
     return new
 
 
