@@ -21,9 +21,10 @@ from graphaccel.compat.torch import pytree
 from graphaccel.compiler.capture_context import without_autocast
 from graphaccel.compiler.compiler import Compiler, forward_schedule, schedule_of
 from graphaccel.compiler.ignored_rows import Completed, completed, with_rows
+from graphaccel.compiler.input_checks import check_indices, check_positions, shape_changed
 from graphaccel.compiler.registered import Registered
 from graphaccel.compiler.variants import Variant, Variants, check_autocast
-from graphaccel.errors import BatchChanged, CaptureDiffers, GraphMisuse
+from graphaccel.errors import BatchChanged, CaptureDiffers, CaptureRefused, GraphMisuse
 from graphaccel.ir.program import StepProgram
 from graphaccel.passes.pipeline import backward_of
 from graphaccel.planner.plan.base_plan import PRECISIONS
@@ -221,6 +222,8 @@ class Handle:
         self._share_capture(batch)
         step, chosen, program = choose_together(self._compiler, batch, self._devices)
         self._agree(chosen)
+        check_indices(step, batch)
+        check_positions(step, self._compiler.capture(batch)[1])
         check_compiler(chosen.compile, self._device)
         recorder = recorder_for(self._device) if chosen.cuda_graphs else None
         expected = None
@@ -388,6 +391,8 @@ class Handle:
                 raise
         assert self._session is not None
         assert self.plan is not None
+        assert self._step is not None
+        check_indices(self._step, batch)
         more = self._completed(batch)
         if more is not None:
             batch, given = with_rows(batch, more), more.leaves(given)
@@ -505,7 +510,12 @@ class Handle:
         assert self.plan is not None
         assert self._session is not None
         self._refuse_other(batch)
-        self._share_capture(batch)
+        assert self._step is not None
+        try:
+            self._share_capture(batch)
+            check_positions(*self._compiler.capture(batch))
+        except CaptureRefused as error:
+            raise shape_changed(self._step, batch) or error from error
         step, program = self._compiler.compile(
             batch, self.plan, self._session.homes, self._session.groups
         )
@@ -545,11 +555,13 @@ class Handle:
     def _evaluate(self, batch: Batch) -> Any:
         assert self.plan is not None
         assert self._session is not None
+        assert self._step is not None
         self._refuse_gradients()
         state = self._compiler.captures.state_digest(batch, training=self._model.training)
         given = self._agreement.check(EVALUATE, batch, state=state)
         key = (self._model.training, batch.signature())
         variant = self._steps.find(key)
+        check_indices(self._step, batch)
         if variant is None:
             step, program = self._compiler.compile_evaluation(
                 batch,

@@ -200,31 +200,36 @@ class BatchChanged(GraphAccelError):
     got: str
 
     def message(self) -> Message:
+        if self.what.startswith("dtype"):
+            advice = f"convert it before the call:  x = x.to({self.expected})"
+        elif self.what.startswith("shape"):
+            advice = f"the model does not run with it: give it the shape {self.expected}"
+        else:
+            advice = (
+                "call the model with the same inputs in every training step, and with others "
+                "under torch.no_grad()"
+            )
         return Message(
             f"{self.what} changed: captured with {self.expected}, now {self.got}",
             why="the graph and the plan hold for batches like the captured one only",
-            help=(
-                f"convert it before the call:  x = x.to({self.expected})"
-                if self.what.startswith("dtype")
-                else "call the model with the same inputs in every training step, and with others "
-                "under torch.no_grad()",
-            ),
+            help=(advice,),
         )
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class GraphMisuse(GraphAccelError):
     """The optimized model was used in a way its graph does not allow. what: a whole sentence.
-    other_help: a second way out."""
+    other_help: a second way out. location: the line of the model that this is about."""
 
     code = "GA407"
     what: str
     help_line: str = ""
     other_help: str = ""
+    location: Location | None = None
 
     def message(self) -> Message:
         lines = tuple(line for line in (self.help_line, self.other_help) if line)
-        return Message(self.what, help=lines)
+        return Message(self.what, location=self.location, help=lines)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

@@ -20,6 +20,7 @@ import graphaccel
 from graphaccel import errors
 from graphaccel.runtime.execution.executor import Executor
 from graphaccel.schedule.table import Action
+from tests.compiler.test_input_checks import Words
 from tests.support.pool import Failure, Pool, WorkerError
 from tests.support.small import Classifier, small_batch, used_optimizer
 from tests.support.untouched import refused
@@ -260,3 +261,22 @@ error[GA407]: devices=4, but the launcher started 2 processes
 
 def test_devices_unlike_the_launchers(pool: Pool) -> None:
     pool.run(2, _another_world)
+
+
+def _beyond_a_table() -> None:
+    model = Words()
+    graphaccel.optimize(model, devices=2, pipeline=2, microbatches=2, check="off")
+    good = torch.arange(8).repeat(4, 1)
+    losses = []
+    for ids in (good, good + 3, torch.zeros(4, 9, dtype=torch.int64), good):
+        try:
+            losses.append(float(model(ids).detach()))
+        except errors.GraphMisuse as error:
+            losses.append(str(error).splitlines()[0])
+    assert losses[1].startswith("error[GA407]: `args[0]` holds 10, and `words.weight`")
+    assert losses[2].startswith("error[GA407]: a sequence of this batch has the position 8, and")
+    assert losses[3] == losses[0]
+
+
+def test_an_index_beyond_a_table_is_refused_on_every_rank(pool: Pool) -> None:
+    pool.run(2, _beyond_a_table)

@@ -1,0 +1,149 @@
+"""Refuses what a batch holds and a model does not take, on every rank alike, before a step
+communicates.
+
+An index that a table does not have raises an IndexError in eager code. Under a plan only the rank
+with the table would raise it, and the others would wait for it; where the table is sharded over its
+rows nothing would be raised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import sympy
+import torch
+from torch import fx
+
+from graphaccel.capture.batch import Batch
+from graphaccel.capture.stepgraph import StepGraph
+from graphaccel.capture.symbols import evaluate, with_integers
+from graphaccel.errors import BatchChanged, GraphMisuse
+from graphaccel.errors.messages import Location
+from graphaccel.ir.replication.unfold import input_nodes
+
+aten = torch.ops.aten
+_SAME_VALUES = {
+    aten.alias.default, aten.clone.default, aten.detach.default, aten.expand.default,
+    aten.reshape.default, aten.squeeze.dim, aten.t.default, aten.transpose.int,
+    aten.unsqueeze.default, aten.view.default, aten._to_copy.default,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Table:
+    """A lookup: the parameter's name, its number of rows, and the script's line."""
+
+    name: str
+    rows: int
+    location: Location | None
+
+    def refuse(self, given: str, found: int) -> None:
+        """Raises GraphMisuse (GA407) for an index that is not one of a row."""
+        if not 0 <= found < self.rows:
+            raise GraphMisuse(
+                what=f"{given} {found}, and `{self.name}` has rows 0 to {self.rows - 1}",
+                location=self.location,
+                help_line="give the table more rows, or leave such a batch out",
+            )
+
+
+def check_indices(step: StepGraph, batch: Batch) -> None:
+    """Check the inputs on the host that the forward looks up in a table as they are.
+
+    Raises GraphMisuse (GA407).
+    """
+    given = dict(zip(batch.names, batch.leaves, strict=True))
+    for name, table in _looked_up(step).items():
+        tensor = given.get(name)
+        if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu" and tensor.numel():
+            for found in tensor.aminmax():
+                table.refuse(f"`{name}` holds", int(found))
+
+
+def check_positions(step: StepGraph, sizes: Mapping[sympy.Symbol, int]) -> None:
+    """Check indices that depend on the sizes of a batch alone: positions in a sequence.
+
+    Raises GraphMisuse (GA407).
+    """
+    few = step if step.repeats is None else step.repeats.short
+    for node, table in _lookups(few):
+        index = _value(node.args[1], {**few.sizes, **sizes}, {})  # type: ignore[arg-type]
+        if index is not None and index.numel():
+            for found in index.aminmax():
+                table.refuse("a sequence of this batch has the position", int(found))
+
+
+def shape_changed(step: StepGraph, batch: Batch) -> BatchChanged | None:
+    """How an input's shape differs from what the step was captured with, in a dim that is neither
+    batch nor sequence."""
+    for node, spec in zip(input_nodes(step.graph), step.inputs, strict=True):
+        if spec.kind != "batch" or spec.name not in batch.names:
+            continue
+        leaf, dims = batch.leaves[batch.names.index(spec.name)], node.meta["dims"]
+        if not isinstance(leaf, torch.Tensor):
+            continue
+        pairs = zip(dims, leaf.shape, strict=False)
+        if len(dims) != leaf.dim() or any(isinstance(d, int) and d != n for d, n in pairs):
+            return BatchChanged(
+                what=f"shape of `{spec.name}`",
+                expected=f"[{', '.join(map(str, dims))}]",
+                got=str(list(leaf.shape)),
+            )
+    return None
+
+
+def _looked_up(step: StepGraph) -> dict[str, _Table]:
+    """Input of the model → the smallest table that it is looked up in; cached."""
+    few = step if step.repeats is None else step.repeats.short
+    key = check_indices.__name__
+    if key not in few.derived:
+        specs = dict(zip(few.graph.graph.find_nodes(op="placeholder"), few.inputs, strict=True))
+        found: dict[str, _Table] = {}
+        for node, table in _lookups(few):
+            source = node.args[1]
+            while isinstance(source, fx.Node) and source.target in _SAME_VALUES:
+                source = source.args[0]
+            spec = specs.get(source)  # type: ignore[arg-type]
+            if spec is None or spec.kind != "batch":
+                continue
+            known = found.get(spec.name)
+            if known is None or table.rows < known.rows:
+                found[spec.name] = table
+        few.derived[key] = found
+    return few.derived[key]
+
+
+def _lookups(step: StepGraph) -> list[tuple[fx.Node, _Table]]:
+    """Embeddings of the forward whose table is a parameter or a buffer."""
+    specs = dict(zip(step.graph.graph.find_nodes(op="placeholder"), step.inputs, strict=True))
+    found = []
+    for node in step.graph.graph.find_nodes(
+        op="call_function", target=aten.embedding.default, sort=True
+    ):
+        spec = specs.get(node.args[0])  # type: ignore[arg-type]
+        if node.meta.get("phase") == "forward" and spec is not None:
+            line = node.meta.get("location")
+            rows = int(node.all_input_nodes[0].meta["dims"][0])
+            found.append((node, _Table(spec.name, rows, None if line is None else Location(*line))))
+    return found
+
+
+def _value(
+    node: fx.Node, sizes: Mapping[sympy.Symbol, int], known: dict[fx.Node, torch.Tensor | None]
+) -> torch.Tensor | None:
+    """The values of an integer tensor that depend on no input; None where they depend on one."""
+    if node in known:
+        return known[node]
+    known[node] = None
+    if node.op != "call_function" or node.meta["val"].dtype not in (torch.int64, torch.int32):
+        return None
+    values = {n: _value(n, sizes, known) for n in node.all_input_nodes}
+    if any(value is None for value in values.values()):
+        return None
+    fixed = {i: evaluate(e, sizes) for i, e in node.meta.get("sizes", {}).items()}
+    args, kwargs = with_integers(node, fixed)
+    args, kwargs = fx.node.map_arg((args, kwargs), lambda n: values[n])  # type: ignore[misc]
+    kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "layout", "pin_memory")}
+    known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+    return known[node]

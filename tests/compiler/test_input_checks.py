@@ -1,0 +1,68 @@
+"""Indices that a table does not have, and widths that a layer does not take: refused, named."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import graphaccel
+from graphaccel import errors
+
+
+class Words(nn.Module):
+    """`forward(ids)`: [B, S] int64 → mean cross entropy of the next token, with positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(10, 4), nn.Embedding(8, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        places = torch.arange(ids.shape[1], device=ids.device)
+        hidden = self.words(ids) + self.places(places)
+        logits = F.linear(hidden, self.words.weight)
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def _refused(model: nn.Module, ids: Tensor) -> list[str]:
+    with pytest.raises(errors.GraphMisuse) as caught:
+        model(ids)
+    return str(caught.value).splitlines()
+
+
+def test_indices_beyond_a_table() -> None:
+    model = Words()
+    graphaccel.optimize(model, devices=1, check="off")
+    good = torch.arange(8).repeat(2, 1)
+    first = _refused(model, good + 3)
+    assert first[0] == "error[GA407]: `args[0]` holds 10, and `words.weight` has rows 0 to 9"
+    assert "hidden = self.words(ids) + self.places(places)" in "\n".join(first)
+    assert first[-2:] == [
+        "  help: give the table more rows, or leave such a batch out",
+        "  explain: graphaccel explain GA407",
+    ]
+    model(good).backward()
+    negative = _refused(model, good - 1)
+    assert negative[0] == "error[GA407]: `args[0]` holds -1, and `words.weight` has rows 0 to 9"
+    long = _refused(model, torch.zeros(2, 9, dtype=torch.int64))
+    assert long[0] == (
+        "error[GA407]: a sequence of this batch has the position 8, "
+        "and `places.weight` has rows 0 to 7"
+    )
+    model(good[:, :5]).backward()
+
+
+def test_a_batch_of_the_wrong_width() -> None:
+    model = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 1))
+    graphaccel.optimize(model, devices=1, loss_fn=F.mse_loss, check="off")
+    model(torch.ones(4, 8), torch.ones(4, 1)).backward()
+    with pytest.raises(errors.BatchChanged) as caught:
+        model(torch.ones(4, 7), torch.ones(4, 1))
+    assert str(caught.value).splitlines() == [
+        "error[GA406]: shape of `args[0]` changed: captured with [b, 8], now [4, 7]",
+        "  why:  the graph and the plan hold for batches like the captured one only",
+        "  help: the model does not run with it: give it the shape [b, 8]",
+        "  explain: graphaccel explain GA406",
+    ]
+    model(torch.ones(2, 8), torch.ones(2, 1)).backward()
