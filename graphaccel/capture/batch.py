@@ -12,6 +12,9 @@ import torch
 
 from graphaccel.compat.torch import pytree
 
+LONG = 64
+"""Positions from which a mask may be too large to be computed in full."""
+
 
 @dataclass(frozen=True)
 class Batch:

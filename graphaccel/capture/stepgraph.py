@@ -13,6 +13,7 @@ import sympy
 from torch import fx, nn
 
 from graphaccel.capture.batch import (
+    LONG,
     Batch,
     batch_size,
     resized,
@@ -228,12 +229,13 @@ def _captured(
     if symbolic and base:
         length, sequence = sequence_leaves(batch, dims)
         wanted: list[tuple[sympy.Symbol, int, list[Mapping[int, int]]]]
-        wanted = [(BATCH, size + 2, [dims])]
+        wanted = [(BATCH, size + (4 if size + 2 == length else 2), [dims])]
         if length >= 4:
             base[SEQUENCE] = length
             matrices = sequence_matrices(batch, dims, length, sequence)
             wheres = [matrices] if matrices == sequence else [matrices, sequence]
-            wanted.append((SEQUENCE, length // 2, wheres))
+            part = 4 if length // 2 == size >= LONG else 2
+            wanted.append((SEQUENCE, length // part, wheres))
         for symbol, other, places in wanted:
             ratio = other / base[symbol]
             for where in places:

@@ -30,6 +30,7 @@ from graphaccel.capture.stepgraph import MANY, StepGraph, capture
 from graphaccel.capture.symbols import BATCH, SEQUENCE
 from graphaccel.compat.torch import pytree
 from graphaccel.compat.torch.fakes import FakeTensor, FakeTensorMode
+from graphaccel.compiler.capture_apart import capture_apart
 from graphaccel.compiler.capture_context import no_collections, without_autocast
 from graphaccel.compiler.model import Model, follow_attributes, without_data
 from graphaccel.errors import GraphAccelError, GraphMisuse, StateFrozen, Unsupported
@@ -224,16 +225,15 @@ class Captures:
     def _capture(
         self, model: nn.Module, made: Batch, training: bool, *, many: int | None, symbolic: bool
     ) -> StepGraph:
+        given = self.given_dims(made)
+        splits = self.splits if training else None
+
+        def captured(batch: Batch) -> StepGraph:
+            asked = {"symbolic": symbolic, "many": many, "batch_dims": given, "splits": splits}
+            return capture(model, batch, self.model.loss_fn, **asked)
+
         with self._capturing():
-            step = capture(
-                model,
-                made,
-                self.model.loss_fn,
-                symbolic=symbolic,
-                many=many,
-                batch_dims=self.given_dims(made),
-                splits=self.splits if training else None,
-            )
+            step = capture_apart(captured, made, given) if symbolic else captured(made)
         if step.has_loss and training:
             _refuse_tracked(step)
             _refuse_without_gradient(step)
