@@ -179,14 +179,17 @@ def capture(
     if not symbolic or (splits is None and len(options[0]) == len(options[-1])):
         options = options[:1]
     first: StepGraph | None = None
+    sized: StepGraph | None = None
     for dims in options:
         known = first.forward if first is not None and not runs else None
         step = _with_dims(model, batch, loss_fn, symbolic, runs, dims, answers, known)
         if not symbolic or ((BATCH in step.sizes or not dims) and (not splits or splits(step))):
             return step
         first = first or step
+        if BATCH in step.sizes and (sized is None or len(dims) > len(sized.batch_dims)):
+            sized = step
     assert first is not None  # there is at least one option
-    return first
+    return sized or first
 
 
 def _with_dims(

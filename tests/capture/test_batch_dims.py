@@ -15,7 +15,7 @@ from graphaccel.capture.batch import flatten_call
 from graphaccel.capture.batch_dims import assignments, given_dims
 from graphaccel.compiler.compiler import Compiler
 from graphaccel.compiler.model import as_batch, model_of
-from graphaccel.errors import GraphMisuse
+from graphaccel.errors import GraphMisuse, SplitRefused
 from graphaccel.planner.cluster.catalogue import cluster
 from tests.support.small import Classifier, small_batch
 
@@ -53,6 +53,18 @@ class Mixing(nn.Module):
         return (self.layer(x) @ x.T).softmax(0).square().sum().sqrt()
 
 
+class Merged(nn.Module):
+    """Tokens (time, batch) and two states (2, batch, features) → scores (time x batch, 4)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.last = nn.Embedding(9, 4), nn.Linear(4, 4)
+
+    def forward(self, tokens: Tensor, states: Tensor) -> Tensor:
+        first, second = states
+        return self.last(self.table(tokens) * first + second).cumsum(0).view(-1, 4).log_softmax(1)
+
+
 def _step(model: nn.Module, batch: Any, devices: int = 2, **said: Any) -> Any:
     what = model_of(model, None, None, "cpu", **said)
     return Compiler(what, cluster("cpu", devices), {}).capture(as_batch(batch))[0]
@@ -70,6 +82,14 @@ def exports(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(forward, "export_forward", counted)
     return calls
+
+
+def test_a_refused_split_names_the_op_at_a_size_that_can_change() -> None:
+    """Not the number of states, with which the forward runs at one size only."""
+    batch = (torch.zeros(7, 4, dtype=torch.int64), torch.zeros(2, 4, 4))
+    with pytest.raises(SplitRefused) as caught:
+        graphaccel.plan(Merged(), batch, loss_fn="outside", devices=2, data=2, device="h100-80gb")
+    assert "aten._log_softmax_backward_data.default" in str(caught.value).splitlines()[0]
 
 
 @pytest.mark.parametrize("batch", [8, 3], ids=["several sizes", "time is the batch"])
