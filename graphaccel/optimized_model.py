@@ -608,7 +608,7 @@ class Handle:
             {n: c.clone() for n, c in step.forward.constants.items()},  # the model's, as they are
             _rebuilder(step),
             (lambda outputs: backward_of(program, used, outputs)) if outside else None,
-            StageCompiler(progress) if used.compile != "off" else None,
+            StageCompiler(progress, not used.min_cut) if used.compile != "off" else None,
         )
 
     def _share_capture(self, batch: Batch) -> None:

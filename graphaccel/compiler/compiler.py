@@ -189,7 +189,8 @@ class Compiler:
         if plan.fusions:
             notes += fusion_notes(placed_fusions(step, plan), self.cluster.device.type)
             notes += chunk_notes(layouts.of(plan), plan, self.cluster)
-        notes += compile_notes(program) if plan.compile != "off" else ()
+        if plan.compile != "off":
+            notes += compile_notes(program, layers=not plan.min_cut)
         notes += graph_notes(program) if plan.cuda_graphs else ()
         plan = replace(plan, notes=notes)
         self.plan, self.resting = plan, program.resting
@@ -239,7 +240,11 @@ class Compiler:
 
     def _fusions(self, plan: Plan) -> tuple[str, ...]:
         """Off unless pinned: their gain has not been measured yet (docs/fusions.md)."""
-        names = enabled(self.pins.get("fusions") or "off", self.cluster.device.type)
+        names = enabled(
+            self.pins.get("fusions") or "off",
+            self.cluster.device.type,
+            compiled=(self.pins.get("compile") or "off") != "off",
+        )
         return without_tensor_axis(names) if plan.tensor > 1 else names
 
     def _stepping(self) -> OptimizerMemory:

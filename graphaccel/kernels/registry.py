@@ -78,11 +78,14 @@ def fusion_named(name: str) -> Fusion:
     return known[name]
 
 
-def enabled(choice: str | Sequence[str] | None, device: str) -> tuple[str, ...]:
+def enabled(
+    choice: str | Sequence[str] | None, device: str, *, compiled: bool = False
+) -> tuple[str, ...]:
     """Names of the fusions that may be placed.
 
     choice: "auto" (or None), "off", or names; among names "auto" stands for those it places, and
     "-NAME" removes one. device: a device type; on it "auto" places what is not slower there.
+    compiled: Inductor compiles the graphs; on a GPU "auto" then leaves to it what it fuses itself.
 
     Raises: UnknownFusion (GA703), BadFusionPackage (GA704).
     """
@@ -90,7 +93,10 @@ def enabled(choice: str | Sequence[str] | None, device: str) -> tuple[str, ...]:
     chosen: dict[str, None] = {}
     for name in given:
         if name == "auto":
-            chosen |= {f.name: None for f in fusions() if device in f.devices}
+            left = compiled and device == "cuda"
+            chosen |= {
+                f.name: None for f in fusions() if device in f.devices and (f.compiled or not left)
+            }
         elif name.startswith("-"):
             chosen.pop(fusion_named(name[1:]).name, None)
         elif name != "off":

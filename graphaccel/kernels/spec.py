@@ -102,7 +102,9 @@ class Fusion:
     gathered: inputs of which it reads only the rows in its output; its backward, their shape only.
     tensor_parallel: False keeps it out of plans with a tensor axis, which shards an index that this
       op needs whole.
-    devices: device types on which `fusions="auto"` places it. sizes: sizes of indices in checks.
+    devices: device types on which `fusions="auto"` places it. compiled: whether it does so too
+      where Inductor compiles for a GPU, which fuses most of these patterns itself. sizes: of
+      indices in checks.
     masked_rows: whether fully masked rows are as in eager.
     large: the size of large values in checks.
     tolerance: how much larger than eager's its error against float64 may be.
@@ -139,6 +141,7 @@ class Fusion:
     gathered: tuple[str, ...] = ()
     tensor_parallel: bool = True
     devices: tuple[str, ...] = ("cpu", "cuda")
+    compiled: bool = False
     sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     masked_rows: bool = True
     large: float = 300.0

@@ -12,9 +12,11 @@ import torch
 
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.ir.program import StageProgram
+from graphaccel.passes.activations.choose_saved import choose_saved
 from graphaccel.passes.activations.offload_activations import offload_activations
 from graphaccel.passes.activations.recompute import recompute
 from graphaccel.passes.context import Context
+from graphaccel.passes.decompose import decompose
 from graphaccel.passes.drop_backward import drop_backward
 from graphaccel.passes.fusion.fuse import fuse
 from graphaccel.passes.gradients.accumulate_gradients import accumulate_gradients
@@ -98,16 +100,30 @@ def run_recompute(c: Context) -> Context:
 
 
 def run_recompute_casts(c: Context) -> Context:
-    """In place; for parameters that are gathered, cast or copied to the device in each phase."""
+    """In place; for parameters that are gathered, cast or copied to the device in each phase. With
+    one microbatch a min-cut decides about casts."""
     offloaded = "parameters" in c.plan.offload
+    casts = not c.plan.min_cut or c.plan.microbatches > 1
     names = {
         node.name
         for name, node in c.parameters.items()
         if offloaded
         or (name in c.owned and c.owned[name].level == 3)
-        or any(user.target is _CAST for user in node.users)
+        or (casts and any(user.target is _CAST for user in node.users))
     }
     return _in_graph(c, recompute_casts(c.rank.graph, names))
+
+
+def run_decompose(c: Context) -> Context:
+    """In place, where a min-cut follows."""
+    return _in_graph(c, decompose(c.rank.graph)) if c.plan.min_cut and c.gradients else c
+
+
+def run_choose_saved(c: Context) -> Context:
+    """In place, where the plan says so."""
+    if not (c.plan.min_cut and c.gradients):
+        return c
+    return _in_graph(c, choose_saved(c.rank.graph, c.plan, c.step.positions))
 
 
 def run_cut_stages(c: Context) -> Context:

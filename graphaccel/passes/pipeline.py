@@ -65,6 +65,16 @@ PIPELINE: tuple[Pass, ...] = (
         exact=True,
     ),
     Pass(
+        "decompose", "joint", adapters.run_decompose,
+        "after what looks for whole calls; before choose_saved, which chooses between simple ones",
+    ),
+    Pass(
+        "choose_saved", "joint", adapters.run_choose_saved,
+        "before the cut and the phases: what a stage saves is then in its programs, by which its "
+        "memory is counted",
+        exact=True,
+    ),
+    Pass(
         "cut_stages", "joint", adapters.run_cut_stages,
         "needs the final joint graph",
     ),

@@ -115,7 +115,8 @@ PINNED = (
 CHOICES = (
     "--recompute some --precision bf16 --html r.html --trace t.json --save-cluster c.json "
     "--accumulation shards --vocab data --stage-of h.3=1 --stage-of h.4=2 --compile inductor "
-    "--fusions auto,-rotary --cuda-graphs --loss-chunk 512 --offload optimizer --schedule "
+    "--min-cut --fusions auto,-rotary --cuda-graphs --loss-chunk 512 --offload optimizer "
+    "--schedule "
     "interleaved --cuts a,b --bucket-bytes 25MiB"
 )
 SHOWN = (
@@ -161,6 +162,7 @@ def test_plan_arguments(model_file: Path) -> None:
         "recompute": "some",
         "precision": "bf16",
         "compile": "inductor",
+        "min_cut": True,
         "cuda_graphs": True,
         "fusions": ("auto", "-rotary"),
         "loss_chunk": 512,

@@ -98,6 +98,7 @@ class attention:
     sizes = {"d": (8, 16), "e": (8, 16)}
     large = 20.0  # products of two of them are the scores
     tolerance = 4.0  # torch's kernel, not ours
+    compiled = True
     # A row that is entirely -inf is NaN in eager, and 0 or NaN in torch's kernels; for one masked
     # by a large number, torch's CPU kernel gives eager's even weights, but not their gradient.
     masked_rows = False

@@ -229,6 +229,7 @@ class linear_cross_entropy:
     outputs = {"loss": T("", dtype="wide")}
     saved = {"dx": T("... h"), "dweight": T("v h"), "dbias": T("v")}
     whole = ("h", "v")
+    compiled = True
     tensor_parallel = False  # a tensor axis shards the vocabulary: no rank has full logits
     sizes = {"v": (64, 97), "h": (16, 33)}
     patterns = (

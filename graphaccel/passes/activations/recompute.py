@@ -55,7 +55,8 @@ def recompute(graph: fx.GraphModule, plan: Plan, positions: Mapping[str, int]) -
             continue
         for source in node.all_input_nodes:
             if source in candidates:
-                node.replace_input_with(source, _clone(source, node, candidates, clones))
+                clone = clone_before(source, node, candidates, clones, "recompute")
+                node.replace_input_with(source, clone)
     graph.graph.eliminate_dead_code()  # what only the backward read
     graph.graph.lint()
     graph.recompile()
@@ -119,11 +120,15 @@ def _gathers(node: fx.Node) -> bool:
     return (operands(node)[0] if node.target is _WAIT else node).target is _GATHER
 
 
-def _clone(
-    node: fx.Node, before: fx.Node, candidates: set[fx.Node], clones: dict[fx.Node, fx.Node]
+def clone_before(
+    node: fx.Node,
+    before: fx.Node,
+    candidates: set[fx.Node],
+    clones: dict[fx.Node, fx.Node],
+    made_by: str,
 ) -> fx.Node:
-    """The clone of `node`, inserted before `before` with everything it needs (iterative: chains are
-    long)."""
+    """The clone of `node` for the backward, inserted before `before` with what it needs among
+    `candidates` (iterative: chains are long). clones: those made before. made_by: a pass."""
     order: list[fx.Node] = []
     stack = [(node, False)]
     while stack:
@@ -139,6 +144,6 @@ def _clone(
     for current in order:
         with before.graph.inserting_before(before):
             clone = before.graph.node_copy(current, lambda n: clones.get(n, n))
-        clone.meta = {**current.meta, "phase": "backward", "made_by": "recompute"}
+        clone.meta = {**current.meta, "phase": "backward", "made_by": made_by}
         clones[current] = clone
     return clones[node]

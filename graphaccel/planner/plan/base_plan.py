@@ -18,9 +18,18 @@ PRECISIONS: Mapping[str, Precision] = {
 }
 
 
-def base_plan(pins: Pins, devices: int, batch: int, graph: str, cluster: str, outputs: str) -> Plan:
+def base_plan(
+    pins: Pins,
+    devices: int,
+    batch: int,
+    graph: str,
+    cluster: str,
+    outputs: str,
+    device_type: str = "cpu",
+) -> Plan:
     """The plan from which the search starts: every pinned decision that does not depend on the
-    mesh."""
+    mesh. device_type: on a GPU, compiled code is bound by the bytes that it moves, and a min-cut
+    decides which of them are saved."""
     return Plan(
         devices=devices,
         precision=PRECISIONS[pins.precision or "fp32"],
@@ -43,6 +52,11 @@ def base_plan(pins: Pins, devices: int, batch: int, graph: str, cluster: str, ou
         fallback=pins.fallback or "error",
         compile=pins.compile or "off",
         cuda_graphs=bool(pins.cuda_graphs),
+        min_cut=(
+            pins.compile == "inductor" and device_type == "cuda"
+            if pins.min_cut is None
+            else pins.min_cut
+        ),
         offload=pins.on_host,
         batch=batch,
         pinned=pins.names,

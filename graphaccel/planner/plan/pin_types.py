@@ -33,6 +33,7 @@ class PinArguments(TypedDict, total=False):
     bucket_bytes: int | None
     precision: Literal["fp32", "bf16", "bf16-params", "fp16", "tf32", "fp8"] | None
     compile: Literal["off", "inductor"] | None
+    min_cut: bool | None
     cuda_graphs: bool | None
     fusions: str | Sequence[str] | None
     loss_chunk: int | None

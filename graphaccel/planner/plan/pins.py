@@ -144,6 +144,11 @@ class Pins:
     compile: str | None = _pin(
         "kernels", "choice", "what runs the graphs of stages", choices=("off", "inductor")
     )
+    min_cut: bool | None = _pin(
+        "kernels", "switch", "choose value by value, by a min-cut, what a forward saves and what "
+        "its backward recomputes; by default where Inductor compiles for a GPU",
+        numerics="rounds elementwise calls otherwise: they are decomposed",
+    )  # fmt: skip
     cuda_graphs: bool | None = _pin(
         "kernels", "switch", "record the work of each action once, and replay it in every step",
         needs="GPUs",

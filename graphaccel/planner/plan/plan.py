@@ -97,6 +97,8 @@ class Plan:
       fails to build or run.
     compile: what runs the graphs of stages: "off" (FX code) or "inductor". cuda_graphs: actions are
       recorded as CUDA graphs, and replayed.
+    min_cut: calls are decomposed, and a min-cut decides value by value what a forward saves and
+      what the backward recomputes (`passes.activations.choose_saved`).
     offload: what is on the host between its uses: "optimizer" (its state, and its step),
       "parameters" (copied to the device for each block that reads them), "activations" (large ones,
       until their backward).
@@ -126,6 +128,7 @@ class Plan:
     fallback: str = "error"
     compile: str = "off"
     cuda_graphs: bool = False
+    min_cut: bool = False
     offload: tuple[str, ...] = ()
     outputs: str = "loss"
     zero: int = 0

@@ -91,6 +91,7 @@ class Pass:
             step.fingerprint,
             cluster_name(problem.cluster),
             (pins.outputs or "loss") if step.has_loss else "all",
+            problem.cluster.device.type,
         )
         self.bounds = Bounds(problem, self.base, shared.bounds)
         self._shape_bounds: dict[tuple[Layout, Layout], ShapeBounds] = {}

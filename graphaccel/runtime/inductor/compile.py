@@ -38,9 +38,12 @@ def check_compiler(compile: str, device: torch.device) -> None:
 @dataclass(frozen=True)
 class StageCompiler:
     """Compiles the graphs of stages. tell: called with (phase, what, seconds) for each stage.
+    layers: whether graphs are cut at the ends of identical layers, one of which is compiled for
+      all, or are compiled whole, which fuses across them.
     known: compiled code by signature: identical pieces share it."""
 
     report: Report
+    layers: bool = True
     known: dict[Hashable, Boxed] = field(default_factory=dict, repr=False)
 
     def stage(self, program: StageProgram, phases: Sequence[str] = PHASES) -> StageProgram:
@@ -69,7 +72,7 @@ class StageCompiler:
         return made
 
     def _graph(self, module: fx.GraphModule, stage: int, phase: str, done: list[int]) -> Any:
-        parts = pieces(module.graph)
+        parts = pieces(module.graph, layers=self.layers)
         if not any(piece.compiled for piece in parts):
             return module
         runs: list[Boxed] = []

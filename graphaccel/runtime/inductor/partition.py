@@ -80,8 +80,9 @@ def refusal(node: fx.Node) -> str | None:
     return None
 
 
-def pieces(graph: fx.Graph) -> tuple[Piece, ...]:
-    """The pieces of a graph whose nodes have fake values, in order; possibly none."""
+def pieces(graph: fx.Graph, *, layers: bool = True) -> tuple[Piece, ...]:
+    """The pieces of a graph whose nodes have fake values, in order; possibly none. layers: cut at
+    the ends of identical layers too."""
     ordered = list(_ordered(graph))
     written = _written(graph)
     runs: list[tuple[bool, list[fx.Node]]] = []
@@ -98,7 +99,11 @@ def pieces(graph: fx.Graph) -> tuple[Piece, ...]:
         else:
             joined.append((compiled, nodes))
     order = {n: i for i, n in enumerate(graph.nodes)}
-    cut = [(c, part) for c, nodes in joined for part in (_layers(nodes, order) if c else [nodes])]
+    cut = [
+        (compiled, part)
+        for compiled, nodes in joined
+        for part in (_layers(nodes, order) if compiled and layers else [nodes])
+    ]
     return tuple(_piece(compiled, nodes, order) for compiled, nodes in cut)
 
 
@@ -159,7 +164,7 @@ def _layer(node: fx.Node) -> str:
     return ".".join(path[: numbers[0] + 1]) if numbers else ""
 
 
-def notes(program: StepProgram) -> tuple[str, ...]:
+def notes(program: StepProgram, *, layers: bool = True) -> tuple[str, ...]:
     """The report's lines about the pieces of all graphs of a step, each graph once."""
     compiled, count, calls = 0, 0, 0
     unlike: set[Hashable] = set()
@@ -167,7 +172,7 @@ def notes(program: StepProgram) -> tuple[str, ...]:
     for stage in program.stages:
         graphs = [stage.forward, *list(stage.backwards.values())[:1]]
         for graph in (*graphs, *list(stage.weights.values())[:1]):
-            found = pieces(graph.graph)
+            found = pieces(graph.graph, layers=layers)
             compiled += sum(p.compiled for p in found)
             unlike.update(signature(p) for p in found if p.compiled)
             for piece in found:

@@ -43,6 +43,7 @@ plans = st.builds(
     reshard_after_forward=st.sampled_from(RESHARDS),
     cast_once=st.booleans(),
     cuda_graphs=st.booleans(),
+    min_cut=st.booleans(),
     accumulation=st.sampled_from(["whole", "shards"]),
     placements=st.lists(
         st.tuples(names, st.lists(st.builds(Sharded, names, counts, counts)).map(tuple))
