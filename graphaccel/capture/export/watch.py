@@ -140,6 +140,26 @@ class Watch:
         return tuple(mark for mark, _ in marks)
 
 
+class Copies(TorchFunctionMode):
+    """Makes `copy.deepcopy` of a tensor without data a clone: torch's own copies its memory, which
+    is not there, and corrupts the process's."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.__deepcopy__:
+            return _copied(func, *args)
+        return func(*args, **(kwargs or {}))
+
+
+def _copied(func: Any, tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+    if not tensor.is_leaf:
+        return func(tensor, memo)  # raises
+    if id(tensor) not in memo:
+        memo[id(tensor)] = tensor.detach().clone()
+    return memo[id(tensor)]
+
+
 class _Functions(TorchFunctionMode):
     """Intercepts every torch function that the forward calls, with its tensors.
 
@@ -182,6 +202,9 @@ class _Functions(TorchFunctionMode):
             "a step has one backward, after its forward, and `.grad` is written there",
             "return the loss, and call loss.backward() in the script",
         )
+
+    def _deepcopy(self, func: Any, tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+        return _copied(func, tensor, memo)
 
     def _read_data(self, func: Any, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
@@ -241,6 +264,7 @@ class _Functions(TorchFunctionMode):
 
 
 _NAMES = {
+    torch.Tensor.__deepcopy__: "deepcopy",
     torch.Tensor.data.__get__: "read_data",  # type: ignore[attr-defined]
     torch.Tensor.data.__set__: "write_data",  # type: ignore[attr-defined]
     torch.Tensor.grad_fn.__get__: "read_node",  # type: ignore[attr-defined]
