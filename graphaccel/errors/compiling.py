@@ -12,13 +12,21 @@ _OFF = "or without it:  graphaccel.optimize(model, optimizer, compile='off')"
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class CompilerMissing(GraphAccelError):
-    """Compiled stages were requested on a CPU without a C++ compiler. asked: the pin."""
+    """Compiled stages were requested on a CPU without a C++ compiler, or (triton) on a GPU without
+    Triton. asked: the pin."""
 
     code = "GA901"
     asked: str
     reason: str
+    triton: bool = False
 
     def message(self) -> Message:
+        if self.triton:
+            return Message(
+                f"{self.asked} needs Triton on a GPU, and it is not installed",
+                why=self.reason,
+                help=("pip install triton", _OFF),
+            )
         return Message(
             f"{self.asked} needs a C++ compiler, and none works here",
             why=self.reason,

@@ -3,11 +3,14 @@ GPU."""
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
 import graphaccel
 from graphaccel import errors
+from graphaccel.runtime.inductor.compile import check_compiler
 from tests.support.small import Classifier, small_batch, used_optimizer
 
 CASES = [
@@ -19,6 +22,19 @@ CASES = [
 error[GA901]: compile='inductor' needs a C++ compiler, and none works here
   why:  No working C++ compiler found: (None, 'g++')
   help: install one, or name it:  CXX=/usr/bin/g++
+  help: or without it:  graphaccel.optimize(model, optimizer, compile='off')
+  explain: graphaccel explain GA901""",
+    ),
+    (
+        errors.CompilerMissing(
+            asked="compile='inductor'",
+            reason="the kernels that Inductor makes for a GPU are Triton's",
+            triton=True,
+        ),
+        """\
+error[GA901]: compile='inductor' needs Triton on a GPU, and it is not installed
+  why:  the kernels that Inductor makes for a GPU are Triton's
+  help: pip install triton
   help: or without it:  graphaccel.optimize(model, optimizer, compile='off')
   explain: graphaccel explain GA901""",
     ),
@@ -81,6 +97,15 @@ def test_without_a_compiler_nothing_is_changed() -> None:
             )
     assert type(model) is Classifier
     assert isinstance(model(*small_batch()), torch.Tensor)
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_gpu_needs_triton(monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
+    monkeypatch.setattr("graphaccel.runtime.inductor.compile.has_triton", lambda: installed)
+    check_compiler("off", torch.device("cuda"))
+    raises = contextlib.nullcontext() if installed else pytest.raises(errors.CompilerMissing)
+    with raises:
+        check_compiler("inductor", torch.device("cuda"))
 
 
 def test_without_a_gpu_nothing_is_changed() -> None:

@@ -21,6 +21,7 @@ from graphaccel.compat.torch.inductor import compile_graph, missing_cpp_compiler
 from graphaccel.errors import CompileFailed, CompilerMissing
 from graphaccel.ir.program import StageProgram
 from graphaccel.ir.values import returned
+from graphaccel.kernels.jit import has_triton
 from graphaccel.runtime.inductor.partition import Piece, pieces, signature
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
@@ -33,6 +34,9 @@ def check_compiler(compile: str, device: torch.device) -> None:
     reason = missing_cpp_compiler() if compile != "off" and device.type == "cpu" else None
     if reason is not None:
         raise CompilerMissing(asked=f"compile={compile!r}", reason=reason)
+    if compile != "off" and device.type == "cuda" and not has_triton():
+        reason = "the kernels that Inductor makes for a GPU are Triton's"
+        raise CompilerMissing(asked=f"compile={compile!r}", reason=reason, triton=True)
 
 
 @dataclass(frozen=True)
