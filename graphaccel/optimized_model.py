@@ -24,7 +24,13 @@ from graphaccel.compiler.ignored_rows import Completed, completed, with_rows
 from graphaccel.compiler.input_checks import check_indices, check_positions, shape_changed
 from graphaccel.compiler.registered import Registered
 from graphaccel.compiler.variants import Variant, Variants, check_autocast
-from graphaccel.errors import BatchChanged, CaptureDiffers, CaptureRefused, GraphMisuse
+from graphaccel.errors import (
+    BatchChanged,
+    CaptureDiffers,
+    CaptureRefused,
+    DeviceOutOfMemory,
+    GraphMisuse,
+)
 from graphaccel.ir.program import StepProgram
 from graphaccel.passes.pipeline import backward_of
 from graphaccel.planner.plan.base_plan import PRECISIONS
@@ -419,7 +425,10 @@ class Handle:
             outputs = self._session.call(compiled, leaves, tracked, named, agree)
             drop_left(self._model, variant.left)
             return compiled.rebuild(None, outputs if more is None else more.cut(outputs))
-        result = self._session.step(compiled, leaves)
+        try:
+            result = self._session.step(compiled, leaves)
+        except DeviceOutOfMemory as error:
+            raise self._beside_prediction(error) from error.__cause__
         self._gate.spoilt(result.overflow)
         self._gate.check(lambda: self._given(result, compiled.program), self._session.mesh)
         drop_left(self._model, variant.left)
@@ -429,6 +438,19 @@ class Handle:
         names, parameters = [n for n, _ in named], [p for _, p in named]
         loss = HandOut.apply(result, marks, self._offloaded(), tuple(names), *parameters)
         return compiled.rebuild(loss, result.outputs if more is None else more.cut(result.outputs))
+
+    def _beside_prediction(self, error: DeviceOutOfMemory) -> DeviceOutOfMemory:
+        """The error with what was predicted for this rank."""
+        assert self.plan is not None
+        memory = self._memory
+        predicted = {} if memory is None else {"tensors": memory.tensors, "other": memory.other}
+        return DeviceOutOfMemory(
+            stage=error.stage,
+            action=error.action,
+            predicted=predicted,
+            actual=error.actual,
+            recompute=not self.plan.recompute,
+        )
 
     def _completed(self, batch: Batch) -> Completed | None:
         """How a batch that the plan cannot split evenly is completed, if it is one. Collective."""

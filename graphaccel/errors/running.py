@@ -57,14 +57,16 @@ class NonFiniteLoss(GraphAccelError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class DeviceOutOfMemory(GraphAccelError):
-    """A device ran out of memory. predicted, actual: bytes per category; owner: of the largest."""
+    """A device ran out of memory. predicted, actual: bytes per category, as far as known; owner: of
+    the largest. recompute: whether the plan does not recompute all already."""
 
     code = "GA502"
     stage: int
     action: str
     predicted: dict[str, int]
     actual: dict[str, int]
-    owner: str
+    owner: str = ""
+    recompute: bool = True
 
     def message(self) -> Message:
         def cell(parts: dict[str, int], name: str) -> str:
@@ -76,10 +78,13 @@ class DeviceOutOfMemory(GraphAccelError):
             f"stage {self.stage} ran out of memory during {self.action}",
             details=(
                 *columns((("", "predicted", "actual"), *rows)),
-                f"largest live tensors belong to: {self.owner}",
+                *((f"largest live tensors belong to: {self.owner}",) if self.owner else ()),
             ),
             help=(
-                "pin what saves most:  graphaccel.optimize(model, optimizer, recompute='all')",
+                "pin what saves most:  graphaccel.optimize(model, optimizer, recompute='all')"
+                if self.recompute
+                else "hold fewer examples at a time:  "
+                "graphaccel.optimize(model, optimizer, microbatches=N)",
                 "or plan for less than the device has:  "
                 "graphaccel plan FILE --devices N --memory SIZE --json plan.json",
             ),

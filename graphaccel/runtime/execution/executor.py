@@ -19,6 +19,7 @@ from graphaccel.runtime.cuda_graphs import ActionWork, Recorder, StepGraphs
 from graphaccel.runtime.execution.buckets import Buckets
 from graphaccel.runtime.execution.lost_rank import described, first_line, is_connection
 from graphaccel.runtime.execution.messages import Messages, sent_values
+from graphaccel.runtime.execution.out_of_memory import is_out_of_memory, out_of_memory
 from graphaccel.runtime.execution.parts import Parts, part_of
 from graphaccel.runtime.execution.results import Results
 from graphaccel.runtime.execution.state import Held, StepResult, StepState
@@ -94,7 +95,7 @@ class Executor:
         """Run one step on the leaves of the whole global batch.
 
         scale: of the loss, for fp16; gradients are returned unscaled.
-        Raises RankLost (GA501) when another rank does not answer.
+        Raises RankLost (GA501) when another rank does not answer, DeviceOutOfMemory (GA502).
         """
         state = self._begin(leaves)
         if scale is not None:
@@ -113,6 +114,8 @@ class Executor:
                 self.graphs.end()
             return result if scale is None else self._results.unscaled(result, scale)
         except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise out_of_memory(current, self._mesh.device) from error
             if self._mesh.world > 1 and is_connection(error):
                 raise self._rank_lost(done, current, error) from error
             raise
