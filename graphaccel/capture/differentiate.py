@@ -216,7 +216,8 @@ class _Origins:
             if step is None or step in self._seen:
                 continue
             self._seen.add(step)
-            if step.name() != "torch::autograd::AccumulateGrad":
+            # Not by `step.name()`: of a user's function the node is `ctx`, on which it may set one.
+            if type(step).__name__ != "AccumulateGrad":
                 step.register_prehook(_backward_marker(node))
                 stack += [previous for previous, _ in step.next_functions]
 

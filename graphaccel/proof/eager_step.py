@@ -131,9 +131,8 @@ def _leaves(heads: Any) -> list[Tensor]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, Tensor) and node.name() == "torch::autograd::AccumulateGrad":
-            found.append(variable)
+        if type(node).__name__ == "AccumulateGrad":  # a user's function may set a `ctx.name`
+            found.append(node.variable)
         stack += [previous for previous, _ in node.next_functions]
     return found
 

@@ -21,7 +21,8 @@ there.
 """
 _FLOOR = {torch.float64: 1e-13, torch.float32: 1e-7}
 """Relative to the largest gradient: a gradient that is mathematically zero (the bias of attention's
-keys) is the rounding of terms that cancel."""
+keys) is the rounding of terms that cancel. In float64 also of buffers, relative to the largest that
+changes: the mean of what a BatchNorm has centred."""
 _FEW = 1024
 """Elements in which a finite number is looked for before all of a tensor."""
 _SAFE = 1e-12
@@ -100,6 +101,8 @@ def deviations(graph: Results, eager: Results, dtype: torch.dtype) -> tuple[Devi
     bound = OWN_BOUND[dtype]
     norms = {id(g): _norm(g) for g in (*eager.gradients.values(), *eager.inputs.values())}
     floor = _FLOOR[dtype] * max((n for n in norms.values() if math.isfinite(n)), default=0.0)
+    changed = [_norm(b) for b in eager.buffers.values() if b.is_floating_point()]
+    written = _FLOOR[dtype] * max((n for n in changed if math.isfinite(n)), default=0.0)
     found = list(_missing_parameters(eager))
     pairs = (
         *_pairs("loss", "loss", _only(graph.loss), _only(eager.loss)),
@@ -115,6 +118,8 @@ def deviations(graph: Results, eager: Results, dtype: torch.dtype) -> tuple[Devi
             continue
         size = norms.get(id(theirs))
         least = 0.0 if size is None else floor
+        if kind == "buffer" and dtype == torch.float64:
+            least = written
         error, overflow = _relative(ours, theirs, size, least / bound)
         void = _void(theirs, kind, size, least)
         found.append(Deviation(what, error, bound, "", kind, void, overflow))

@@ -143,3 +143,11 @@ def test_a_frozen_model_is_planned(precision: str) -> None:
     assert made.prediction is not None
     assert made.prediction.optimizer == 0
     assert made.prediction.compute > 0
+
+
+def test_ops_without_gradients_know_their_line_and_module() -> None:
+    step = capture(Averaged(), flatten_call((torch.randn(4, WIDTH), torch.randn(4, WIDTH)), {}))
+    (written,) = [n for n in step.forward.graph.graph.nodes if "lerp" in str(n.target)]
+    trace = written.meta["stack_trace"]
+    assert "self.mean.lerp_(hidden.mean(0), 0.1)" in trace
+    assert "eval_with_key" not in trace

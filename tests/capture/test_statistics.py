@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from graphaccel.capture.export.statistics import FORMS, cumulative_averages
 
@@ -76,3 +79,19 @@ def test_batch_norm_with_a_cumulative_average() -> None:
         pair[0].state_dict().items(), pair[1].state_dict().values(), strict=True
     ):
         torch.testing.assert_close(got, value, msg=name)
+
+
+@pytest.mark.parametrize("affine", [False, True])
+def test_running_averages_of_instance_norm(affine: bool) -> None:
+    torch.manual_seed(0)
+    pair = [nn.InstanceNorm2d(3, track_running_stats=True, affine=affine).double() for _ in "ab"]
+    form = FORMS[F.instance_norm]
+    for training in (True, True, False):
+        x = torch.randn(4, 3, 5, 2).double()
+        for norm in pair:
+            norm.train(training)
+        want = pair[0](x)
+        with patch.object(F, "instance_norm", partial(form, F.instance_norm)):
+            torch.testing.assert_close(pair[1](x), want)
+    assert pair[0].running_mean.abs().max() > 1e-3
+    torch.testing.assert_close(pair[1].state_dict(), pair[0].state_dict(), rtol=1e-12, atol=1e-14)

@@ -40,6 +40,7 @@ class Reverse(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.name = "reverse"  # of the autograd node, `name()` is torch's own
         return x.view_as(x)
 
     @staticmethod

@@ -216,3 +216,31 @@ def test_a_planted_plan_is_found_by_the_next_batch(monkeypatch: pytest.MonkeyPat
     model(*spoilt(6).leaves)
     with pytest.raises(PlanDiffers):
         model(*batch().leaves)
+
+
+class Centred(nn.Module):
+    """The running mean of what a batch norm has centred is rounding: terms that cancel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(5, 6), nn.BatchNorm1d(6)
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.linear(x))
+        with torch.no_grad():
+            self.mean.lerp_(self.mean_of(x), 0.1)
+        return x.pow(3).mean()
+
+    def mean_of(self, x: Tensor) -> Tensor:
+        """The same, in one of two orders."""
+        return x.mean(0) if torch.compiler.is_exporting() else x.flip(0).sum(0) / len(x)
+
+
+def test_a_buffer_that_is_rounding_differs_in_no_way_that_matters() -> None:
+    given, model = batch(targets=False), seeded(Centred)
+    step, sizes = captured(model, given)
+    assert prove(pair_of(model, None, step, given, sizes)).proved
+    model.mean_of = lambda x: x[0]
+    with pytest.raises(CaptureDiffers, match="new value of `mean`"):
+        prove(pair_of(model, None, step, given, sizes))

@@ -54,6 +54,7 @@ def _walk(graph: fx.GraphModule, tracked: set[fx.Node]) -> None:
         if region is not None:
             enabled, name, inputs = region
             inner = getattr(graph, name)
+            inner.forward = fx.Interpreter(inner).run  # what traces it then sees its nodes' lines
             places = [n for n in inner.graph.nodes if n.op == "placeholder"]
             pairs = zip(places, inputs, strict=True)
             within = {place for place, source in pairs if source in tracked}

@@ -1,8 +1,9 @@
-"""Forms of torch's statistics that can be captured: variances, covariances, BatchNorm's average.
+"""Forms of torch's statistics that can be captured: variances, covariances, running averages.
 
 The gradient of torch's own variance has 2 / (n - 1) as one number, in which the size of the batch
-can not be seen; its covariance, and BatchNorm with `momentum=None`, read values on the host. Here
-they are sums and means, whose counts are integers.
+can not be seen; its covariance, and BatchNorm with `momentum=None`, read values on the host; and
+the running averages of InstanceNorm are written in a kernel that export does not record. Here they
+are sums and means, whose counts are integers.
 """
 
 from __future__ import annotations
@@ -69,6 +70,28 @@ def _corrcoef(func: Callable[..., Any], x: Tensor) -> Tensor:
     return (made / scale.unsqueeze(1) / scale.unsqueeze(0)).clamp(-1, 1)
 
 
+def _instance_norm(
+    func: Callable[..., Any],
+    x: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    if running_mean is None or running_var is None or not use_input_stats:
+        return func(x, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+    made = func(x, None, None, weight, bias, True, momentum, eps)
+    with torch.no_grad():
+        kept = _Reduction(tuple(range(2, x.dim())), False, prod(x.shape[2:]) - 1)
+        var, mean = _moments(x, kept)
+        for running, one in ((running_mean, mean), (running_var, var)):
+            running.mul_(1 - momentum).add_(one.mean(0), alpha=momentum)
+    return made
+
+
 FORMS: Mapping[Any, Callable[..., Any]] = {
     torch.var: _var,
     torch.Tensor.var: _var,
@@ -80,6 +103,7 @@ FORMS: Mapping[Any, Callable[..., Any]] = {
     torch.Tensor.cov: _cov,
     torch.corrcoef: _corrcoef,
     torch.Tensor.corrcoef: _corrcoef,
+    F.instance_norm: _instance_norm,
 }
 """torch function → what is traced for it: called with the function and its arguments."""
 
