@@ -1,4 +1,4 @@
-"""Parses the command line: `graphaccel plan | run | tokenize | calibrate | doctor | ...`.
+"""Parses the command line: `graphaccel plan | run | train | tokenize | calibrate | doctor | ...`.
 
 Exit codes: 0 done (and for `plan`: it fits), 1 an error, 2 bad arguments, 3 no plan fits, 130 ended
 by Ctrl-C (`plan` then shows the best so far).
@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 from graphaccel import __version__
 from graphaccel.cli.pin_options import add_pins, byte_count, pin_pairs, pins_of, positive
+from graphaccel.cli.train import add_train
 from graphaccel.errors import (
     BadCluster,
     GraphAccelError,
@@ -36,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     A GraphAccelError is printed without its traceback, unless GRAPHACCEL_TRACEBACK=full.
     """
     arguments = build_parser().parse_args(argv)
+    arguments.argv = list(sys.argv[1:] if argv is None else argv)
     command: Callable[[argparse.Namespace], int] = arguments.run_command
     try:
         return command(arguments)
@@ -70,6 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_plan(commands)
     _add_run(commands)
+    add_train(commands)
     _add_tokenize(commands)
     _add_calibrate(commands)
     doctor = commands.add_parser("doctor", help="what is installed, what is missing, its cost")

@@ -27,7 +27,7 @@ from graphaccel.errors.compiling import (
     CompilerMissing,
     GraphsNeedGpu,
 )
-from graphaccel.errors.data import BadData
+from graphaccel.errors.data import BadData, BadTraining
 from graphaccel.errors.kernels import (
     BadFuel,
     BadFusion,
@@ -83,6 +83,7 @@ __all__ = [
     "BadFusion",
     "BadFusionPackage",
     "BadPin",
+    "BadTraining",
     "BatchChanged",
     "BatchNotDivisible",
     "BatchesDiffer",

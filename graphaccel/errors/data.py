@@ -24,3 +24,16 @@ class BadData(GraphAccelError):
             why=self.reason,
             help=(self.help_line,) if self.help_line else (),
         )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class BadTraining(GraphAccelError):
+    """Settings of `graphaccel train` that can not be followed. what: a whole sentence."""
+
+    code = "GA418"
+    what: str
+    why: str = ""
+    help_line: str = ""
+
+    def message(self) -> Message:
+        return Message(self.what, why=self.why, help=(self.help_line,) if self.help_line else ())

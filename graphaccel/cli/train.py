@@ -1,0 +1,54 @@
+"""`graphaccel train`: trains a model of transformers on files, under a plan."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+from graphaccel.cli.pin_options import add_pins, pins_of, positive
+from graphaccel.training.settings import add_settings, settings_of
+
+
+def add_train(commands: Any) -> None:
+    """Add the command and its options to the command line."""
+    from pathlib import Path
+
+    train = commands.add_parser(
+        "train",
+        help="train a language model or classifier on files, without a script",
+        description="Train a model of transformers on files, on any number of devices. Nothing is "
+        "downloaded: a model type gets random weights, a folder keeps its own.",
+    )
+    train.add_argument("--config", type=Path, metavar="FILE", help="YAML with these settings and "
+                       "`pins`; what is typed here goes before it")  # fmt: skip
+    train.add_argument("--devices", type=positive, metavar="N", help="processes on this machine")
+    train.add_argument("--all-output", action="store_true", help="show what every rank prints")
+    add_settings(train)
+    train.add_argument(
+        "--data-parallel", type=positive, metavar="N", help="the pin `data`: ranks of the batch"
+    )
+    add_pins(train, without=("data",))
+    train.set_defaults(run_command=train_command)
+
+
+def train_command(arguments: argparse.Namespace) -> int:
+    """Train in this process, or start one for each device. Returns the exit code."""
+    settings, pins = settings_of(arguments, arguments.config)
+    pins |= pins_of(argparse.Namespace(**{**vars(arguments), "data": arguments.data_parallel}))
+    launched = "WORLD_SIZE" in os.environ
+    if (arguments.devices or 1) > 1 and not launched:
+        from graphaccel.runtime import launch
+        from graphaccel.training.rows import token_files
+
+        token_files(settings)
+        command = ["-m", "graphaccel", *arguments.argv]
+        return launch.run_script(arguments.devices, command, (), arguments.all_output)
+    from graphaccel.training.run import train
+
+    metrics = train(settings, pins, None if launched else arguments.devices or 1)
+    if os.environ.get("RANK", "0") == "0":
+        for name, value in metrics.items():
+            print(f"{name:24} {value:.6g}")
+        print(f"the model is in {settings.output / 'model'}")
+    return 0

@@ -1,0 +1,54 @@
+"""Writes what a run logs as JSON lines: losses, rates, seconds of a step, tokens a second."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+
+class MetricsFile(TrainerCallback):
+    """A line for each log of Trainer, by the first rank.
+
+    file: is created, or appended to where a run resumes. rows: in an update. tokens: in a row; None
+    for pictures. The time of a step leaves evaluations and checkpoints out. `predicted_seconds` is
+    the plan's.
+    """
+
+    def __init__(self, file: Path, rows: int, tokens: int | None, *, resumes: bool) -> None:
+        self.file, self.rows, self.tokens, self.resumes = file, rows, tokens, resumes
+        self._began, self._seconds, self._steps = 0.0, 0.0, 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero and not self.resumes:
+            self.file.write_text("")
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._began = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._seconds += time.perf_counter() - self._began
+        self._steps += 1
+
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: Any = None, model: Any = None, **_: Any
+    ) -> None:
+        if not state.is_world_process_zero:
+            return
+        line = {"step": state.global_step, **(logs or {})}
+        if self._steps:
+            seconds = self._seconds / self._steps
+            line |= {"seconds": round(seconds, 6), "rows_per_second": round(self.rows / seconds, 3)}
+            if self.tokens is not None:
+                line["tokens_per_second"] = round(self.rows * self.tokens / seconds, 1)
+            self._seconds, self._steps = 0.0, 0
+        handle = getattr(model, "graphaccel", None)
+        if handle is not None:
+            line["predicted_seconds"] = handle.predicted_step_seconds
+            if handle.loss_scale is not None:
+                line["loss_scale"] = handle.loss_scale
+        with self.file.open("a") as file:
+            file.write(json.dumps(line) + "\n")

@@ -1,0 +1,136 @@
+"""Makes the model of a task from a folder, a configuration or the name of a model type."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import transformers
+from torch import nn
+from transformers import AutoConfig, PretrainedConfig
+
+from graphaccel.errors import BadTraining
+
+_CLASSES = {
+    "causal-lm": transformers.AutoModelForCausalLM,
+    "masked-lm": transformers.AutoModelForMaskedLM,
+    "sequence-classification": transformers.AutoModelForSequenceClassification,
+    "seq2seq": transformers.AutoModelForSeq2SeqLM,
+    "image-classification": transformers.AutoModelForImageClassification,
+}
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
+
+
+def read_config(model: str, changes: Sequence[tuple[str, str]]) -> PretrainedConfig:
+    """The configuration of a folder, a file or a model type, with some fields changed.
+
+    Raises BadTraining (GA418) for a model that is none of these, and for a field it does not have.
+    """
+    path = Path(model)
+    try:
+        if path.is_dir() or path.suffix == ".json":
+            config = AutoConfig.from_pretrained(path)
+        else:
+            config = AutoConfig.for_model(model)
+    except (OSError, ValueError) as error:
+        if path.exists():
+            raise BadTraining(what=f"`{model}` has no configuration", why=_line(error)) from error
+        close = difflib.get_close_matches(model, [*transformers.CONFIG_MAPPING], cutoff=0.5)
+        raise BadTraining(
+            what=f"`{model}` is no folder, no file and no model type of transformers",
+            help_line=f"--model {' | '.join(close or ['gpt2', 'bert', 't5', 'vit'])}",
+        ) from error
+    fields = config.to_dict()
+    for name, text in changes:
+        if name not in fields and not hasattr(config, name):
+            close = difflib.get_close_matches(name, fields, cutoff=0.4)
+            raise BadTraining(
+                what=f"a `{config.model_type}` has no field `{name}`",
+                help_line=f"--set {' | '.join(close or sorted(fields)[:8])}=...",
+            )
+        setattr(config, name, _parsed(text))
+    return config
+
+
+def fit_vocabulary(config: PretrainedConfig, model: str, vocabulary: int, length: int) -> None:
+    """Give a configuration that stands for no weights the sizes of the data; check the others.
+
+    vocabulary: tokens that the tokenizer has. length: tokens in a row.
+
+    Raises BadTraining (GA418) where the model's embedding or position table is smaller.
+    """
+    if not Path(model).exists():
+        config.vocab_size = vocabulary
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            if (getattr(config, name, None) or 0) >= vocabulary:
+                setattr(config, name, vocabulary - 1)
+    if config.vocab_size < vocabulary:
+        raise BadTraining(
+            what=f"the tokenizer has {vocabulary:,} tokens, the model's embedding "
+            f"{config.vocab_size:,} rows",
+            help_line=f"--tokenizer {model}" if Path(model).is_dir() else
+            f"--set vocab_size={vocabulary}",
+        )  # fmt: skip
+    positions = getattr(config, "max_position_embeddings", None)
+    if isinstance(positions, int) and 0 < positions < length:
+        raise BadTraining(
+            what=f"rows of {length:,} tokens, but the model has {positions:,} positions",
+            help_line=f"--length {positions}",
+        )
+
+
+def forward_of(task: str, config: PretrainedConfig) -> Callable[..., Any]:
+    """The forward of the model that a task and a configuration stand for."""
+    return _class(task, config).forward
+
+
+def _class(task: str, config: PretrainedConfig) -> type[nn.Module]:
+    kind = _CLASSES[task]
+    if type(config) not in kind._model_mapping:
+        fitting = [t for t, c in _CLASSES.items() if type(config) in c._model_mapping]
+        raise BadTraining(
+            what=f"transformers has no `{config.model_type}` for {task}",
+            help_line=f"--task {' | '.join(fitting)}" if fitting else "",
+        )
+    found = kind._model_mapping[type(config)]
+    return found[0] if isinstance(found, (list, tuple)) else found
+
+
+def make_model(task: str, model: str, config: PretrainedConfig) -> nn.Module:
+    """The model of a task: with the folder's weights, or random ones.
+
+    Raises BadTraining (GA418) where transformers has no such model for the task.
+    """
+    _class(task, config)
+    kind = _CLASSES[task]
+    try:
+        if any((Path(model) / name).is_file() for name in _WEIGHTS):
+            return kind.from_pretrained(model, config=config)
+        return kind.from_config(config)
+    except (ValueError, TypeError) as error:
+        raise BadTraining(what="the model can not be made", why=_line(error)) from error
+
+
+def labels_of(config: PretrainedConfig, names: Sequence[str]) -> None:
+    """Enter the names of classes into a configuration, in the order of their numbers."""
+    config.id2label = dict(enumerate(names))
+    config.label2id = {name: number for number, name in enumerate(names)}
+
+
+def known_labels(config: PretrainedConfig, model: str) -> Mapping[str, int] | None:
+    """Numbers of the classes of a model that has been trained on some; None for a new one."""
+    return config.label2id if Path(model).is_dir() and config.label2id else None
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return {"true": True, "false": False, "null": None}.get(text.lower(), text)
+
+
+def _line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,165 @@
+"""Makes the training and validation rows of a task, and what the model's configuration needs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, Subset
+from transformers import PretrainedConfig, PreTrainedTokenizerFast
+
+from graphaccel.data.packed import PackedTokens
+from graphaccel.errors import BadTraining
+from graphaccel.training import images, models, text
+from graphaccel.training.settings import Settings
+
+_TEXTS = {"sequence-classification": ("text", "label"), "seq2seq": ("source", "target")}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a model is trained and evaluated on. tokenizer: None for pictures."""
+
+    train: Dataset
+    validation: Dataset
+    tokenizer: PreTrainedTokenizerFast | None
+
+
+def make_rows(settings: Settings, config: PretrainedConfig) -> Rows:
+    """The rows of a task; the configuration gets the number of tokens or classes of the data.
+
+    Raises BadData (GA417) for files that can not be used, BadTraining (GA418) where data and model
+    do not fit.
+    """
+    if settings.task == "image-classification":
+        return _of_pictures(settings, config)
+    tokenizer = text.load_tokenizer(settings)
+    models.fit_vocabulary(config, settings.model, len(tokenizer), settings.length)
+    if settings.task in _TEXTS:
+        return _of_examples(settings, config, tokenizer)
+    return _of_tokens(settings, config, tokenizer)
+
+
+def token_files(settings: Settings) -> None:
+    """Write the token files that a task needs, so that every rank finds them."""
+    if settings.task not in ("causal-lm", "masked-lm"):
+        return
+    tokenizer = text.load_tokenizer(settings)
+    for paths, name in ((settings.data, "train"), (settings.validation, "validation")):
+        if paths:
+            text.packed_rows(settings, paths, tokenizer, name)
+
+
+def _of_tokens(
+    settings: Settings, config: PretrainedConfig, tokenizer: PreTrainedTokenizerFast
+) -> Rows:
+    known = set(inspect.signature(models.forward_of(settings.task, config)).parameters)
+    names = {"input_ids", "labels"}
+    if settings.reset_documents:
+        needed = {"position_ids", "attention_mask"}
+        if missing := needed - known:
+            raise BadTraining(
+                what=f"a `{config.model_type}` takes no {min(missing)}",
+                help_line="leave --reset-documents out",
+            )
+        names |= needed
+    packed = text.packed_rows(settings, settings.data, tokenizer, "train")
+    if settings.validation:
+        other = text.packed_rows(settings, settings.validation, tokenizer, "validation")
+        parts: tuple[Dataset, Dataset] = (packed, other)
+    else:
+        parts = _split_in_order(packed, settings.split)
+    train, validation = (text.Selected(part, frozenset(names)) for part in parts)
+    if settings.task == "causal-lm":
+        return Rows(train, validation, tokenizer)
+    share, seed = settings.mask_probability, settings.seed
+    return Rows(
+        text.MaskedTokens(train, tokenizer, share, seed),
+        text.MaskedTokens(validation, tokenizer, share, seed),
+        tokenizer,
+    )
+
+
+def _split_in_order(packed: PackedTokens, shares: str) -> tuple[Dataset, Dataset]:
+    _shares(shares)
+    train, validation = packed.split(shares)
+    return train, validation
+
+
+def _of_examples(
+    settings: Settings, config: PretrainedConfig, tokenizer: PreTrainedTokenizerFast
+) -> Rows:
+    keys, skip = _TEXTS[settings.task], settings.skip_bad_lines
+    config.pad_token_id = tokenizer.pad_token_id
+    examples, others = _parts(settings, lambda paths: text.read_examples(paths, keys, skip))
+    if settings.task == "seq2seq":
+        if getattr(config, "decoder_start_token_id", None) is None:
+            config.decoder_start_token_id = tokenizer.pad_token_id
+        train, validation = (
+            text.translated(part, tokenizer, settings.length) for part in (examples, others)
+        )
+        return Rows(train, validation, tokenizer)
+    numbers = _numbers(config, settings.model, {str(example["label"]) for example in examples})
+    train, validation = (
+        text.classified(part, tokenizer, settings.length, numbers) for part in (examples, others)
+    )
+    return Rows(train, validation, tokenizer)
+
+
+def _of_pictures(settings: Settings, config: PretrainedConfig) -> Rows:
+    def read(paths: Sequence[str]) -> list[tuple[Any, str]]:
+        return list(zip(*images.read_pictures(paths), strict=True))
+
+    pictures, others = _parts(settings, read)
+    numbers = _numbers(config, settings.model, {label for _, label in pictures})
+    size = getattr(config, "image_size", 224)
+    high, wide = size if isinstance(size, (list, tuple)) else (size, size)
+    shape = (getattr(config, "num_channels", 3), high, wide)
+
+    def rows(part: Sequence[tuple[Any, str]]) -> Dataset:
+        return images.Pictures(
+            [picture for picture, _ in part], [label for _, label in part], numbers, shape
+        )
+
+    return Rows(rows(pictures), rows(others), None)
+
+
+def _parts(settings: Settings, read: Callable[[Sequence[str]], list[Any]]) -> tuple[list, list]:
+    """Examples to train and to evaluate on; those of one source are shuffled before it is cut."""
+    examples = read(settings.data)
+    if settings.validation:
+        return examples, read(settings.validation)
+    first, second = _shares(settings.split)
+    generator = torch.Generator().manual_seed(settings.seed)
+    order = torch.randperm(len(examples), generator=generator).tolist()
+    cut = round(first / (first + second) * len(order))
+    return [examples[i] for i in order[:cut]], [examples[i] for i in order[cut:]]
+
+
+def _shares(text: str) -> tuple[float, float]:
+    try:
+        first, second = (float(part) for part in text.split(","))
+    except ValueError:
+        first = second = -1.0
+    if first <= 0 or second < 0:
+        raise BadTraining(what=f"`{text}` are no two shares", help_line="--split 95,5")
+    return first, second
+
+
+def _numbers(config: PretrainedConfig, model: str, names: set[str]) -> Mapping[str, int]:
+    """Numbers of the classes: those of the model's folder if they fit, else in their order."""
+    known = models.known_labels(config, model)
+    if known is not None and names <= set(known):
+        return known
+    in_order = sorted(names, key=lambda name: (int(name) if name.isdigit() else 0, name))
+    models.labels_of(config, in_order)
+    return config.label2id
+
+
+def first_rows(rows: Dataset, count: int | None) -> Dataset:
+    """The first rows, or all."""
+    size = len(rows)  # pyright: ignore[reportArgumentType]
+    return rows if count is None or count >= size else Subset(rows, range(count))

@@ -1,0 +1,296 @@
+"""The settings of `graphaccel train`: a frozen dataclass, from which its options are made."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from graphaccel.errors import BadTraining
+
+TASKS = ("causal-lm", "masked-lm", "sequence-classification", "seq2seq", "image-classification")
+_BATCH = "batch: global = micro x data ranks x microbatches x accumulation"
+DECAYS = ("cosine", "linear", "constant")
+
+
+def _option(group: str, help: str, default: Any = None, **more: Any) -> Any:
+    return field(default=default, metadata={"group": group, "help": help, **more})
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def _rate(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0")
+    return number
+
+
+def _share(text: str) -> float:
+    number = _rate(text)
+    if number > 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not between 0 and 1")
+    return number
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not (equals and name.isidentifier()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not like n_layer=4")
+    return name, value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What to train, on what, and how. Counts are whole numbers above 0.
+
+    task: one of TASKS. model: a folder with a `config.json` (and weights), a configuration file, or
+    a model type of transformers. data: JSON lines, token files or pictures. model_settings: fields
+    of the configuration, as (name, text). A run has `steps` updates or `epochs` passes over the
+    data.
+    """
+
+    task: str = _option("what to train", "what the model learns", choices=TASKS)
+    model: str = _option(
+        "what to train",
+        "a folder (its weights are read), a config.json, or a model type such as gpt2 "
+        "(random weights)",
+        metavar="FOLDER|FILE|TYPE",
+    )
+    model_settings: tuple[tuple[str, str], ...] = _option(
+        "what to train",
+        "a field of the model's configuration; may be given again",
+        (),
+        type=_pair,
+        action="append",
+        metavar="FIELD=VALUE",
+        flag="--set",
+    )
+    output: Path = _option(  # noqa: RUF009
+        "what to train", "folder of checkpoints and of the trained model", Path("trained"),
+        type=Path, metavar="FOLDER",
+    )  # fmt: skip
+
+    data: tuple[str, ...] = _option(
+        "data",
+        "JSON lines; PREFIX of token files; for images a folder of classes, or .npz",
+        (),
+        nargs="+",
+        metavar="FILE",
+    )
+    validation: tuple[str, ...] = _option(
+        "data", "the same, to evaluate on (else a part of --data)", (), nargs="+", metavar="FILE"
+    )
+    split: str = _option(
+        "data", "shares of --data to train and evaluate on (95,5)", "95,5", metavar="A,B"
+    )
+    tokenizer: str | None = _option(
+        "data",
+        "tokenizer.json or a folder; `bytes` for a token a byte (else the model's folder)",
+        metavar="FILE|bytes",
+    )
+    length: int = _option("data", "tokens in a row (128)", 128, type=_count, metavar="N")
+    reset_documents: bool = _option(
+        "data",
+        "positions restart at each document, and no document sees another",
+        False,
+        action="store_true",
+    )
+    mask_probability: float = _option(
+        "data", "masked-lm: share of tokens to predict (0.15)", 0.15, type=_share, metavar="P"
+    )
+    skip_bad_lines: bool = _option(
+        "data", "go on after lines that are no JSON; they are counted", False, action="store_true"
+    )
+
+    global_batch: int = _option(
+        _BATCH,
+        "rows in an update (16)",
+        16,
+        type=_count,
+        metavar="N",
+    )
+    micro_batch: int | None = _option(
+        _BATCH,
+        "rows that a data rank computes at once (planned)",
+        type=_count,
+        metavar="N",
+    )
+    gradient_accumulation: int = _option(
+        _BATCH,
+        "steps whose gradients are added up before an update (1)",
+        1,
+        type=_count,
+        metavar="N",
+    )
+
+    steps: int | None = _option(
+        "schedule", "updates to train for", type=_count, metavar="N", also=("--train-iters",)
+    )
+    epochs: float | None = _option(
+        "schedule", "or passes over the data (1)", type=_rate, metavar="N"
+    )
+    learning_rate: float = _option(
+        "schedule", "the largest (5e-4)", 5e-4, type=_rate, metavar="RATE", also=("--lr",)
+    )
+    min_learning_rate: float = _option(
+        "schedule", "cosine: the last (0)", 0.0, type=_rate, metavar="RATE", also=("--min-lr",)
+    )
+    decay: str = _option(
+        "schedule", "of the rate (cosine)", "cosine", choices=DECAYS, also=("--lr-decay-style",)
+    )
+    warmup_steps: int | None = _option(
+        "schedule", "updates in which the rate rises", type=_count, metavar="N"
+    )
+    warmup_fraction: float = _option(
+        "schedule", "or a share of all updates (0)", 0.0, type=_share, metavar="P",
+        also=("--lr-warmup-fraction",),
+    )  # fmt: skip
+    weight_decay: float = _option("schedule", "of AdamW (0.01)", 0.01, type=_rate, metavar="X")
+    clip: float = _option(
+        "schedule", "largest norm of all gradients; 0: none (1)", 1.0, type=_rate, metavar="X"
+    )
+    seed: int = _option("schedule", "of weights, order and masks (0)", 0, type=int, metavar="N")
+
+    save_interval: int | None = _option(
+        "checkpoints", "updates between two (at the end)", type=_count, metavar="N"
+    )
+    keep: int = _option("checkpoints", "the newest N stay (2)", 2, type=_count, metavar="N")
+    resume: bool = _option(
+        "checkpoints", "go on from the newest, under any plan", False, action="store_true"
+    )
+
+    eval_interval: int | None = _option(
+        "evaluation and log", "updates between two (at the end)", type=_count, metavar="N"
+    )
+    eval_batches: int | None = _option(
+        "evaluation and log", "batches of an evaluation (all)", type=_count, metavar="N",
+        also=("--eval-iters",),
+    )  # fmt: skip
+    log_interval: int = _option(
+        "evaluation and log", "updates between two lines (10)", 10, type=_count, metavar="N"
+    )
+    metrics: Path | None = _option(  # noqa: RUF009
+        "evaluation and log", "JSON lines with what is logged", type=Path, metavar="FILE"
+    )
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """Add an option for every setting, in the groups of `Settings`. Defaults are left out, so that
+    what the command line says can be told from what a file says."""
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for setting in dataclasses.fields(Settings):
+        more = dict(setting.metadata)
+        group = more.pop("group")
+        names = (more.pop("flag", f"--{setting.name.replace('_', '-')}"), *more.pop("also", ()))
+        if group not in groups:
+            groups[group] = parser.add_argument_group(group)
+        groups[group].add_argument(*names, dest=setting.name, default=argparse.SUPPRESS, **more)
+
+
+def settings_of(
+    arguments: argparse.Namespace, file: Path | None
+) -> tuple[Settings, dict[str, Any]]:
+    """The settings of a file with those of the command line over them, and the file's pins.
+
+    file: YAML (or JSON): settings by name, and `pins`.
+
+    Raises BadTraining (GA418) for an unknown name, a value of another kind, and what is missing.
+    """
+    said, pins = _of_file(file) if file is not None else ({}, {})
+    names = [setting.name for setting in dataclasses.fields(Settings)]
+    said |= {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
+    for name in ("data", "validation", "model_settings"):
+        said[name] = tuple(said.get(name, ()))
+    for name, option in (("task", "--task causal-lm"), ("model", "--model gpt2")):
+        if not said.get(name):
+            raise BadTraining(what=f"`{name}` is missing", help_line=option)
+    if not said["data"]:
+        raise BadTraining(what="`data` is missing", help_line="--data text.jsonl")
+    settings = Settings(**said)
+    _check(settings)
+    return settings, pins
+
+
+def _of_file(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    import yaml
+
+    try:
+        content = yaml.safe_load(file.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise BadTraining(what=f"`{file}` can not be read", why=str(error)) from error
+    if not isinstance(content, dict):
+        raise BadTraining(what=f"`{file}` has no settings by name", help_line="task: causal-lm")
+    pins = content.pop("pins", None) or {}
+    kinds = {setting.name: setting for setting in dataclasses.fields(Settings)}
+    said = {}
+    for name, value in content.items():
+        if name not in kinds:
+            raise BadTraining(
+                what=f"`{file}` has `{name}`, which is no setting", help_line=_closest(name, kinds)
+            )
+        said[name] = _value(file, name, value, kinds[name].metadata)
+    return said, pins
+
+
+def _value(file: Path, name: str, value: Any, kind: Mapping[str, Any]) -> Any:
+    """A value of a file as the command line would give it."""
+    if name == "model_settings":
+        if not isinstance(value, dict):
+            raise BadTraining(what=f"`{name}` of `{file}` has no fields by name")
+        return tuple((str(field), str(text)) for field, text in value.items())
+    if kind.get("nargs") == "+":
+        return tuple(map(str, value if isinstance(value, list) else [value]))
+    if kind.get("action") == "store_true":
+        if not isinstance(value, bool):
+            raise BadTraining(what=f"`{name}` of `{file}` is {value!r}, not true or false")
+        return value
+    read: Callable[[str], Any] = kind.get("type", str)
+    try:
+        parsed = read(str(value))
+    except (argparse.ArgumentTypeError, ValueError) as error:
+        raise BadTraining(what=f"`{name}` of `{file}`: {error}") from error
+    if "choices" in kind and parsed not in kind["choices"]:
+        raise BadTraining(
+            what=f"`{name}` of `{file}` is {value!r}", help_line=" | ".join(kind["choices"])
+        )
+    return parsed
+
+
+def _closest(name: str, known: Mapping[str, Any]) -> str:
+    import difflib
+
+    return ", ".join(difflib.get_close_matches(str(name), known, cutoff=0.4)) or ", ".join(known)
+
+
+def _check(settings: Settings) -> None:
+    """Raises BadTraining (GA418) where two settings contradict each other."""
+    parts = settings.gradient_accumulation
+    if settings.global_batch % parts:
+        raise BadTraining(
+            what=f"a global batch of {settings.global_batch} rows has no {parts} "
+            "equal parts for accumulation",
+            help_line=f"--global-batch {parts * -(-settings.global_batch // parts)}",
+        )
+    if settings.steps is not None and settings.epochs is not None:
+        raise BadTraining(what="`steps` and `epochs` are both given", help_line="--steps 1000")
+    if settings.warmup_steps is not None and settings.warmup_fraction:
+        raise BadTraining(
+            what="`warmup_steps` and `warmup_fraction` are both given",
+            help_line=f"--warmup-steps {settings.warmup_steps}",
+        )
+    if settings.min_learning_rate and settings.decay != "cosine":
+        raise BadTraining(
+            what=f"`min_learning_rate` has no effect with decay {settings.decay}",
+            help_line=f"--decay cosine --min-learning-rate {settings.min_learning_rate:g}",
+        )
