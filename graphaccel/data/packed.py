@@ -18,14 +18,16 @@ class PackedTokens(Dataset):
     A row is a dict of tensors of `length` int64: `input_ids`; `labels`, the same with -100 at the
     first token of each document, as the token before it is of another (models shift labels
     themselves); `position_ids`, which begin at 0 in each document. masked: also `attention_mask`,
-    [1, length, length], bool, in which no document sees another. What is left over at the end, less
-    than a row, is left out.
+    [1, length, length], bool, in which no document sees another, and, if `causal`, no token a later
+    one. What is left over at the end, less than a row, is left out.
 
     Raises BadData (GA417) where there is no full row.
     """
 
-    def __init__(self, tokens: TokenFile, length: int, *, masked: bool = False) -> None:
-        self.tokens, self.length, self.masked = tokens, length, masked
+    def __init__(
+        self, tokens: TokenFile, length: int, *, masked: bool = False, causal: bool = True
+    ) -> None:
+        self.tokens, self.length, self.masked, self.causal = tokens, length, masked, causal
         self._ends = np.cumsum(tokens.lengths, dtype=np.int64)
         first = np.asarray(tokens.documents[:-1])
         starts = np.concatenate([np.zeros(1, np.int64), self._ends])
@@ -59,7 +61,8 @@ class PackedTokens(Dataset):
         }
         if self.masked:
             own = torch.from_numpy(document)
-            found["attention_mask"] = (own[:, None] == own[None]).tril()[None]
+            seen = own[:, None] == own[None]
+            found["attention_mask"] = (seen.tril() if self.causal else seen)[None]
         return found
 
     def split(self, parts: str) -> tuple[Subset, ...]:

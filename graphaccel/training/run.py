@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from transformers import TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
@@ -122,6 +123,7 @@ def _arguments(settings: Settings, rows: Rows, *, evaluated: bool) -> TrainingAr
         save_total_limit=settings.keep,
         prediction_loss_only=settings.task not in _CLASSES,
         dataloader_drop_last=True,
+        dataloader_pin_memory=torch.cuda.is_available(),
         report_to=[],
     )
 

@@ -77,7 +77,7 @@ def packed_rows(
                 what="more than one file of tokens is given",
                 help_line=f"--data {paths[0]} (or the JSON lines of all of them)",
             )
-        return PackedTokens(TokenFile(paths[0]), settings.length, masked=settings.reset_documents)
+        return _packed(settings, paths[0])
     prefix = settings.output / name
     if not _newer(prefix, lines):
         settings.output.mkdir(parents=True, exist_ok=True)
@@ -90,7 +90,12 @@ def packed_rows(
             workers=min(8, os.cpu_count() or 1),
             skip_bad_lines=settings.skip_bad_lines,
         )
-    return PackedTokens(TokenFile(prefix), settings.length, masked=settings.reset_documents)
+    return _packed(settings, prefix)
+
+
+def _packed(settings: Settings, prefix: str | Path) -> PackedTokens:
+    masked, causal = settings.reset_documents, settings.task == "causal-lm"
+    return PackedTokens(TokenFile(prefix), settings.length, masked=masked, causal=causal)
 
 
 def _newer(prefix: Path, sources: Sequence[Path]) -> bool:
@@ -181,12 +186,7 @@ def _lines(path: Path, keys: Sequence[str], skip: bool) -> Iterator[dict[str, An
         raise BadData(place=str(path), reason="there is no such file")
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
-            try:
-                example = json.loads(line)
-                missing = [key for key in keys if key not in example]
-                reason = f"it has no {missing[0]!r}" if missing else ""
-            except (ValueError, TypeError) as error:
-                reason = str(error)
+            example, reason = _example(line, keys)
             if not reason:
                 yield example
             elif not skip:
@@ -195,6 +195,18 @@ def _lines(path: Path, keys: Sequence[str], skip: bool) -> Iterator[dict[str, An
                     reason=reason,
                     help_line="mend the line, or count such lines and go on:  --skip-bad-lines",
                 )
+
+
+def _example(line: str, keys: Sequence[str]) -> tuple[Any, str]:
+    """The object of a line, and what is wrong with it, if anything."""
+    try:
+        example = json.loads(line)
+    except ValueError as error:
+        return None, str(error)
+    if not isinstance(example, dict):
+        return None, "it is no object"
+    missing = [key for key in keys if key not in example]
+    return example, f"it has no {missing[0]!r}" if missing else ""
 
 
 def classified(

@@ -43,7 +43,10 @@ def test_the_mask_separates_documents(tokens: TokenFile) -> None:
     mask = PackedTokens(tokens, 5, masked=True)[1]["attention_mask"]
     assert mask.dtype == torch.bool
     own = torch.tensor([0, 1, 1, 1, 1])
-    assert torch.equal(mask, ((own[:, None] == own) & torch.ones(5, 5).tril().bool())[None])
+    same = own[:, None] == own
+    assert torch.equal(mask, (same & torch.ones(5, 5).tril().bool())[None])
+    both_ways = PackedTokens(tokens, 5, masked=True, causal=False)[1]["attention_mask"]
+    assert torch.equal(both_ways, same[None])
 
 
 def test_parts(tokens: TokenFile) -> None:

@@ -109,11 +109,27 @@ def _with_text(arguments: list[str], folder: Path) -> list[str]:
     return [made.get(word, word) for word in arguments]
 
 
+def _trained_small(arguments: list[str], folder: Path) -> list[str]:
+    """The arguments with a model and a text that take no time to train; in this process."""
+    (folder / "text.jsonl").write_text('{"text": "some words to learn"}\n' * 20)
+    small = [str(folder / word) if word == "text.jsonl" else word for word in arguments]
+    sizes = [word for field in ("n_layer=1", "n_embd=8", "n_head=2") for word in ("--set", field)]
+    few = ["--steps", "1", "--length", "8", "--global-batch", "2", "--eval-batches", "1"]
+    return [*small, *sizes, *few, "--output", str(folder / "trained")]
+
+
 def _check_graphaccel(arguments: list[str], folder: Path) -> None:
+    if "--help" in arguments:
+        with pytest.raises(SystemExit, match="0"):
+            cli.main(arguments)
+        return
     parsed = cli.build_parser().parse_args(arguments)
     if arguments[0] == "tokenize":
         arguments = _with_text(arguments, folder)
-    if arguments[0] == "run":
+    if arguments[0] == "train":
+        if parsed.config is None:  # a file of settings is read by tests/training/test_settings.py
+            assert cli.main(_trained_small(arguments, folder)) == 0
+    elif arguments[0] == "run":
         _check_script([parsed.script, *parsed.arguments])
     elif arguments[0] in ("plan", "calibrate") and getattr(parsed, "compare", None) is None:
         path, function = parsed.target

@@ -1,0 +1,157 @@
+"""Rows of each task, beside what is laid out by hand; files that can not be used."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from graphaccel.errors import BadData, BadTraining
+from graphaccel.training import images, text
+from graphaccel.training.rows import make_rows
+from graphaccel.training.settings import Settings
+from tests.training.corpora import write_lines
+
+BYTES = Settings(task="causal-lm", model="gpt2", data=(), tokenizer="bytes", length=8)
+TOKENIZER = text.load_tokenizer(BYTES)
+
+
+def settings(**changes: Any) -> Settings:
+    return dataclasses.replace(BYTES, **changes)
+
+
+def test_a_byte_is_a_token_and_comes_back() -> None:
+    words = "naïve  Ωmega\n\ttab"
+    ids = TOKENIZER(words).input_ids
+    assert (len(ids), TOKENIZER.decode(ids)) == (len(words.encode()), words)
+
+
+def test_masks_depend_on_seed_epoch_and_row_alone() -> None:
+    rows = [{"input_ids": torch.arange(40) + i} for i in range(50)]
+    first, again = (text.MaskedTokens(rows, TOKENIZER, 0.3, seed=1) for _ in range(2))
+    for i in (7, 3, 7):
+        assert all(torch.equal(first[i][name], again[i][name]) for name in first[i])
+    chosen = torch.stack([first[i]["labels"] != text.IGNORED for i in range(50)])
+    assert chosen.float().mean() == pytest.approx(0.3, abs=0.05)
+    for i in range(50):
+        labels, ids = first[i]["labels"], first[i]["input_ids"]
+        assert torch.equal(labels[chosen[i]], rows[i]["input_ids"][chosen[i]])
+        assert torch.equal(ids[~chosen[i]], rows[i]["input_ids"][~chosen[i]])
+    masked = torch.stack([first[i]["input_ids"] == TOKENIZER.mask_token_id for i in range(50)])
+    assert masked.sum() / chosen.sum() == pytest.approx(0.8, abs=0.05)
+    first.set_epoch(1)
+    assert not torch.equal(first[3]["labels"], again[3]["labels"])
+
+
+def test_a_row_without_a_chosen_token_gets_one() -> None:
+    rows = text.MaskedTokens([{"input_ids": torch.arange(8)}], TOKENIZER, 0.0, seed=0)
+    assert (rows[0]["labels"] != text.IGNORED).sum() == 1
+
+
+def test_text_is_tokenized_once(tmp_path: Path) -> None:
+    data = write_lines(tmp_path / "text.jsonl", [{"text": "abcdefghij"}] * 4)
+    chosen = settings(data=(str(data),), output=tmp_path / "out", split="50,50")
+    config = transformers.GPT2Config(n_positions=8)
+    rows = make_rows(chosen, config)
+    written = (tmp_path / "out" / "train.bin").stat().st_mtime_ns
+    assert (len(rows.train), len(rows.validation)) == (2, 3)  # 44 tokens are 5 rows
+    assert set(rows.train[0]) == {"input_ids", "labels"}
+    make_rows(chosen, config)
+    assert (tmp_path / "out" / "train.bin").stat().st_mtime_ns == written
+
+
+def test_labelled_pairs_are_padded() -> None:
+    examples = [{"text": "ab", "text_pair": "c", "label": 1}]
+    row = text.classified(examples, TOKENIZER, 8, {"0": 0, "1": 1})[0]
+    assert row["labels"] == 1
+    assert row["attention_mask"].tolist() == [1, 1, 1, 0, 0, 0, 0, 0]
+
+
+def test_targets_end_and_their_padding_is_ignored() -> None:
+    row = text.translated([{"source": "ab", "target": "AB"}], TOKENIZER, 5)[0]
+    assert row["labels"].tolist() == [
+        *TOKENIZER("AB").input_ids,
+        TOKENIZER.eos_token_id,
+        -100,
+        -100,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("{", "Expecting property name"),
+        ('{"text": "a"}', "it has no 'label'"),
+        ("3", "argument of"),
+    ],
+)
+def test_a_bad_line_is_named_or_counted(line: str, reason: str, tmp_path: Path) -> None:
+    file = tmp_path / "lines.jsonl"
+    file.write_text(json.dumps({"text": "a", "label": 0}) + "\n" + line + "\n")
+    with pytest.raises(BadData) as caught:
+        text.read_examples([str(file)], ("text", "label"), skip=False)
+    assert f"{file}:2" in str(caught.value)
+    assert reason in str(caught.value)
+    assert len(text.read_examples([str(file)], ("text", "label"), skip=True)) == 1
+
+
+def test_a_label_that_the_model_does_not_know() -> None:
+    with pytest.raises(BadData, match="its label 7 is none of the 2 classes"):
+        text.classified([{"text": "a", "label": 7}], TOKENIZER, 8, {"0": 0, "1": 1})
+
+
+def test_pictures_have_the_size_and_channels_of_the_model(tmp_path: Path) -> None:
+    array = np.arange(2 * 4 * 6, dtype=np.uint8).reshape(2, 4, 6)
+    np.savez(tmp_path / "a.npz", images=array, labels=np.array([5, 3]))
+    pictures, labels = images.read_pictures([str(tmp_path / "a.npz")])
+    rows = images.Pictures(pictures, labels, {"3": 0, "5": 1}, (3, 8, 8))
+    assert rows[0]["pixel_values"].shape == (3, 8, 8)
+    assert [int(rows[i]["labels"]) for i in range(2)] == [1, 0]
+    same = images.Pictures(pictures, labels, {"3": 0, "5": 1}, (1, 4, 6))
+    assert torch.equal(same[1]["pixel_values"][0], torch.tensor(array[1]).float() / 127.5 - 1)
+
+
+def test_arrays_of_another_form(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", images=np.zeros((2, 3)), labels=np.zeros(2))
+    with pytest.raises(BadData, match="must be uint8"):
+        images.read_pictures([str(tmp_path / "a.npz")])
+    np.savez(tmp_path / "b.npz", pictures=np.zeros(2))
+    with pytest.raises(BadData, match="no arrays `images` and `labels`"):
+        images.read_pictures([str(tmp_path / "b.npz")])
+    with pytest.raises(BadData, match="no folder of classes"):
+        images.read_pictures([str(tmp_path / "c")])
+
+
+@pytest.mark.parametrize(
+    ("changes", "text_of_error"),
+    [
+        ({"tokenizer": None}, "there is no tokenizer"),
+        ({"tokenizer": "missing.json"}, "there is no tokenizer `missing.json`"),
+    ],
+)
+def test_no_tokenizer(changes: dict[str, Any], text_of_error: str) -> None:
+    with pytest.raises(BadTraining) as caught:
+        text.load_tokenizer(settings(**changes))
+    assert text_of_error in str(caught.value)
+    assert "--tokenizer bytes" in str(caught.value)
+
+
+@pytest.mark.parametrize("split", ["1", "a,b", "0,1", "1,2,3"])
+def test_a_split_of_another_form(split: str, tmp_path: Path) -> None:
+    data = write_lines(tmp_path / "text.jsonl", [{"text": "abcdefghij"}] * 4)
+    chosen = settings(data=(str(data),), output=tmp_path, split=split)
+    with pytest.raises(BadTraining, match="no two shares"):
+        make_rows(chosen, transformers.GPT2Config(n_positions=8))
+
+
+def test_an_output_folder_is_made(tmp_path: Path) -> None:
+    data = write_lines(tmp_path / "text.jsonl", [{"text": "abcdefghij"}] * 4)
+    deep = tmp_path / "a" / "b"
+    make_rows(settings(data=(str(data),), output=deep), transformers.GPT2Config(n_positions=8))
+    assert (deep / "train.idx").is_file()

@@ -1,0 +1,110 @@
+"""Settings of `graphaccel train`: from the command line, from a file, and what is refused."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graphaccel.cli.main import build_parser
+from graphaccel.errors import BadTraining
+from graphaccel.training.settings import Settings, add_settings, settings_of
+
+LEAST = ["--task", "causal-lm", "--model", "gpt2", "--data", "a.jsonl"]
+
+
+def read(*words: str, file: Path | None = None) -> tuple[Settings, dict[str, Any]]:
+    parser = argparse.ArgumentParser()
+    add_settings(parser)
+    return settings_of(parser.parse_args(words), file)
+
+
+def test_the_names_that_others_use_are_known() -> None:
+    settings, _ = read(
+        *LEAST, "--train-iters", "7", "--lr", "1e-3", "--min-lr", "1e-4", "--lr-decay-style",
+        "cosine", "--lr-warmup-fraction", "0.1", "--eval-iters", "3", "--set", "n_layer=2",
+        "--set", "n_head=4",
+    )  # fmt: skip
+    assert settings == Settings(
+        task="causal-lm", model="gpt2", data=("a.jsonl",), steps=7, learning_rate=1e-3,
+        min_learning_rate=1e-4, warmup_fraction=0.1, eval_batches=3,
+        model_settings=(("n_layer", "2"), ("n_head", "4")),
+    )  # fmt: skip
+
+
+def test_a_file_gives_settings_and_pins_and_the_command_line_goes_before_it(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "task: causal-lm\nmodel: gpt2\ndata: [a.jsonl, b.jsonl]\nsteps: 10\nlearning_rate: 1e-3\n"
+        "model_settings: {n_layer: 2}\nresume: true\npins: {pipeline: 2}\n"
+    )
+    settings, pins = read("--steps", "20", file=file)
+    assert (settings.steps, settings.learning_rate, settings.resume) == (20, 1e-3, True)
+    assert (settings.data, settings.model_settings) == (("a.jsonl", "b.jsonl"), (("n_layer", "2"),))
+    assert pins == {"pipeline": 2}
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--task", "causal-lm", "--data", "a"], "`model` is missing"),
+        (["--task", "causal-lm", "--model", "gpt2"], "`data` is missing"),
+        (
+            [*LEAST, "--global-batch", "10", "--gradient-accumulation", "4"],
+            "a global batch of 10 rows has no 4 equal parts for accumulation\n"
+            "  help: --global-batch 12",
+        ),
+        ([*LEAST, "--steps", "3", "--epochs", "1"], "`steps` and `epochs` are both given"),
+        (
+            [*LEAST, "--warmup-steps", "3", "--warmup-fraction", "0.1"],
+            "`warmup_steps` and `warmup_fraction` are both given",
+        ),
+        (
+            [*LEAST, "--min-lr", "1e-5", "--decay", "linear"],
+            "`min_learning_rate` has no effect with decay linear",
+        ),
+    ],
+)
+def test_settings_that_can_not_be_followed(words: list[str], text: str) -> None:
+    with pytest.raises(BadTraining) as caught:
+        read(*words)
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("- 1\n", "has no settings by name"),
+        ("taks: causal-lm\n", "has `taks`, which is no setting\n  help: task"),
+        ("steps: none\n", "is not a whole number above 0"),
+        ("task: causal\n", "is 'causal'\n  help: causal-lm | masked-lm"),
+        ("resume: 1\n", "is 1, not true or false"),
+        ("a: [\n", "can not be read"),
+    ],
+)
+def test_files_that_can_not_be_followed(content: str, text: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(content)
+    with pytest.raises(BadTraining) as caught:
+        read(*LEAST[:4], "--data", "a", file=file)
+    assert text in str(caught.value)
+
+
+def test_every_setting_has_an_option_with_help_in_a_group() -> None:
+    arguments = ["train", *LEAST, "--data-parallel", "2", "--pipeline", "2"]
+    parsed = build_parser().parse_args(arguments)
+    assert (parsed.data, parsed.data_parallel, parsed.pipeline) == (["a.jsonl"], 2, 2)
+
+
+def test_the_file_in_the_document_is_read(tmp_path: Path) -> None:
+    page = Path(__file__).parents[2] / "docs" / "train.md"
+    file = tmp_path / "run.yaml"
+    file.write_text(page.read_text().split("```yaml\n")[1].split("```")[0])
+    settings, pins = read(file=file)
+    assert (settings.task, settings.learning_rate, pins) == (
+        "causal-lm",
+        1e-3,
+        {"precision": "bf16"},
+    )
