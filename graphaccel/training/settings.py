@@ -186,8 +186,8 @@ class Settings:
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
-    """Add an option for every setting, in the groups of `Settings`. Defaults are left out, so that
-    what the command line says can be told from what a file says."""
+    """Add an option for every setting, in the groups of `Settings`. A default is
+    absent from what is parsed, so that a file can give another one."""
     groups: dict[str, argparse._ArgumentGroup] = {}
     for setting in dataclasses.fields(Settings):
         more = dict(setting.metadata)
