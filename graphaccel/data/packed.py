@@ -17,9 +17,9 @@ class PackedTokens(Dataset):
 
     A row is a dict of tensors of `length` int64: `input_ids`; `labels`, the same with -100 at the
     first token of each document, as the token before it is of another (models shift labels
-    themselves); `position_ids`, which begin at 0 in each document. masked: also `attention_mask`,
-    [1, length, length], bool, in which no document sees another, and, if `causal`, no token a later
-    one. What is left over at the end, less than a row, is left out.
+    themselves); `position_ids`, which begin at 0 in each document and in each row. masked: also
+    `attention_mask`, [1, length, length], bool, in which no document sees another, and, if
+    `causal`, no token a later one. What is left over at the end, less than a row, is left out.
 
     Raises BadData (GA417) where there is no full row.
     """
@@ -53,11 +53,11 @@ class PackedTokens(Dataset):
         ids = torch.from_numpy(self._read(begin, begin + self.length))
         places = np.arange(begin, begin + self.length)
         document = np.searchsorted(self._documents, places, side="right") - 1
-        positions = torch.from_numpy(places - self._documents[document])
+        starts = self._documents[document]
         found = {
             "input_ids": ids,
-            "labels": ids.masked_fill(positions == 0, -100),
-            "position_ids": positions,
+            "labels": ids.masked_fill(torch.from_numpy(places == starts), -100),
+            "position_ids": torch.from_numpy(places - np.maximum(starts, begin)),
         }
         if self.masked:
             own = torch.from_numpy(document)

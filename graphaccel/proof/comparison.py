@@ -136,6 +136,10 @@ class Pair:
                 eager = run_eager(self.subject, batch, tangent, guard)
         return graph, eager
 
+    def eager_runs(self) -> None:
+        """Run eager code on the whole batch. Raises what the user's model raises."""
+        self._eager(Setting())
+
     def _eager(self, setting: Setting) -> Results:
         batch = part(self.batch, self.step, setting, self.subject.device)
         with (

@@ -152,6 +152,7 @@ def _of_all_layers(pair: Pair, step: StepGraph, made: Proof | Differs) -> Proof 
 def _examine(pair: Pair) -> Proof | Differs | None:
     """Compare this model. None where memory does not suffice."""
     worst: Differs | Proof | None = None
+    failed: GraphFailed | None = None
     for rows in _rows(pair):
         if not affordable(pair, Setting(rows)):
             return worst
@@ -159,7 +160,8 @@ def _examine(pair: Pair) -> Proof | Differs | None:
             made = _verdict(pair, Setting(rows))
         except GraphFailed as error:
             if rows is None:
-                return _failed(pair, error)
+                failed = error
+                break
             log.info("the graph of %d rows can not be run: %s", rows, error)
         except torch.OutOfMemoryError:
             return worst
@@ -178,6 +180,8 @@ def _examine(pair: Pair) -> Proof | Differs | None:
             else:
                 setting, wrong = made
                 worst = Differs(setting, tuple(map(str, wrong)), None)
+    if failed is not None:
+        return _failed(pair, failed)
     assert worst is not None
     if isinstance(worst, Proof):
         return worst
@@ -185,7 +189,11 @@ def _examine(pair: Pair) -> Proof | Differs | None:
 
 
 def _failed(pair: Pair, error: GraphFailed) -> Differs:
-    """The difference where a graph cannot be run but eager code can."""
+    """The difference where a graph cannot be run but eager code can.
+
+    Raises what eager code raises where it cannot run this batch either.
+    """
+    pair.eager_runs()
     reason = next(iter(str(error).strip().splitlines()), "")
     values = (f"the graph can not be run: {reason[:200]}",)
     return Differs(Setting(), values, difference_at(pair, error.node))

@@ -219,13 +219,17 @@ def expect(
     if constant and not all(can_be_constant(g.graph) for p in program.stages for g in p.graphs):
         return "its random draws are made inside of a kernel, and are not those of one device"
     step = prepared(pair.step, replace(plan, fusions=()))
+    error: GraphFailed | None = None
     try:
         with ConstantDraws() if constant else nullcontext():
             known = known if step.graph is pair.step.graph and not constant else None
             made = known or graph_results(replace(pair, step=step), sums_of)
     except torch.OutOfMemoryError:
         return "not enough memory for the whole batch on one device"
-    except GraphFailed as error:
+    except GraphFailed as failed:
+        error = failed
+    if error is not None:
+        pair.eager_runs()  # a batch that eager code can not run either is the script's fault
         raise PlanDiffers(plan=plan.name, values=(f"on one device: {error}",)) from error
     values: dict[str, Any] = {} if made.loss is None else {"loss": made.loss}
     if plan.outputs != "loss" or made.loss is None:

@@ -34,7 +34,7 @@ def test_rows(tokens: TokenFile) -> None:
         {
             "input_ids": [6, 7, 8, 9, 10],
             "labels": [6, -100, 8, 9, 10],
-            "position_ids": [1, 0, 1, 2, 3],
+            "position_ids": [0, 0, 1, 2, 3],
         },
     ]
 

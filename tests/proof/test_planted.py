@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import graphaccel
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.errors import CaptureDiffers
 from graphaccel.proof.comparison import Pair, pair_of
@@ -193,3 +194,25 @@ def test_a_node_that_can_not_be_run() -> None:
     error = found(edited(break_it))
     assert error.values[0].startswith("the graph can not be run: ")
     assert error.op == "aten.glu.default"
+
+
+class Looked(nn.Module):
+    """A table, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 4)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.table(rows).square().mean()
+
+
+@pytest.mark.parametrize("bad", [0, 7])
+def test_a_batch_that_eager_code_can_not_run_either(bad: int) -> None:
+    """What the model itself raises is raised: in the rows of the proof, or behind them."""
+    model = Looked()
+    graphaccel.optimize(model, torch.optim.SGD(model.parameters(), lr=0.1), devices=1)
+    rows = torch.arange(8)
+    rows[bad] = 8
+    with pytest.raises(IndexError, match="index out of range in self"):
+        model(rows)
