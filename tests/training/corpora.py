@@ -25,19 +25,15 @@ def help_texts(file: Path) -> Path:
     return write_lines(file, [{"text": text} for text in topics.topics.values()])
 
 
-def prose_or_code(file: Path) -> Path:
-    """Lines of Python's help and of its sources, with what they are."""
-    prose = [line.strip() for text in topics.topics.values() for line in text.splitlines()]
-    code = [line.strip() for name in _MODULES for line in _source(name).splitlines()]
-    rows = [{"text": line, "label": "prose"} for line in prose if len(line) > 40][:400]
-    rows += [{"text": line, "label": "code"} for line in code if len(line) > 40][:400]
-    return write_lines(file, rows)
+def words_of_either_case(file: Path) -> Path:
+    """Python's keywords and names of topics, in capital or small letters, and which."""
+    rows = [{"text": word.upper(), "label": "capital"} for word in _words()]
+    return write_lines(file, rows + [{"text": word, "label": "small"} for word in _words()])
 
 
 def words_in_capitals(file: Path) -> Path:
     """Python's keywords and names of topics, and the same in capital letters."""
-    words = sorted({word for word in (*keyword.kwlist, *topics.topics) if word.isalpha()})
-    return write_lines(file, [{"source": word.lower(), "target": word.upper()} for word in words])
+    return write_lines(file, [{"source": word, "target": word.upper()} for word in _words()])
 
 
 def pictures_of_bytes(file: Path) -> Path:
@@ -48,6 +44,10 @@ def pictures_of_bytes(file: Path) -> Path:
     labels = np.repeat(["source", "bytecode"], [len(kind) for kind in kinds])
     np.savez(file, images=np.concatenate(kinds), labels=labels)
     return file
+
+
+def _words() -> list[str]:
+    return sorted({word.lower() for word in (*keyword.kwlist, *topics.topics) if word.isalpha()})
 
 
 def _source(name: str) -> str:
