@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 from graphaccel.cli.pin_options import add_pins, pins_of, positive
+from graphaccel.training.batch import batch_pins
 from graphaccel.training.settings import add_settings, settings_of
 
 
@@ -36,17 +37,19 @@ def train_command(arguments: argparse.Namespace) -> int:
     """Train in this process, or start one for each device. Returns the exit code."""
     settings, pins = settings_of(arguments, arguments.config)
     pins |= pins_of(argparse.Namespace(**{**vars(arguments), "data": arguments.data_parallel}))
-    launched = "WORLD_SIZE" in os.environ
-    if (arguments.devices or 1) > 1 and not launched:
+    world = os.environ.get("WORLD_SIZE")
+    devices = (arguments.devices or 1) if world is None else int(world)
+    batch_pins(settings, pins, devices)  # refused before processes start
+    if devices > 1 and world is None:
         from graphaccel.runtime import launch
         from graphaccel.training.rows import token_files
 
         token_files(settings)
         command = ["-m", "graphaccel", *arguments.argv]
-        return launch.run_script(arguments.devices, command, (), arguments.all_output)
+        return launch.run_script(devices, command, (), arguments.all_output)
     from graphaccel.training.run import train
 
-    metrics = train(settings, pins, None if launched else arguments.devices or 1)
+    metrics = train(settings, pins, devices)
     if os.environ.get("RANK", "0") == "0":
         for name, value in metrics.items():
             print(f"{name:24} {value:.6g}")

