@@ -92,7 +92,7 @@ def _arguments(settings: Settings, rows: Rows, *, evaluated: bool) -> TrainingAr
 
 
 def _whole_batches(settings: Settings, rows: Rows) -> int:
-    """Rows of the training data in whole global batches. Raises BadData (GA417) for less than one."""
+    """Training rows in whole global batches. Raises BadData (GA417) where there is none."""
     count = len(rows.train)  # pyright: ignore[reportArgumentType]
     if count < settings.global_batch:
         raise BadData(
