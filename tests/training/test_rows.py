@@ -88,7 +88,7 @@ def test_targets_end_and_their_padding_is_ignored() -> None:
     [
         ("{", "Expecting property name"),
         ('{"text": "a"}', "it has no 'label'"),
-        ("3", "argument of"),
+        ("3", "no object"),
     ],
 )
 def test_a_bad_line_is_named_or_counted(line: str, reason: str, tmp_path: Path) -> None:
