@@ -101,6 +101,13 @@ def test_the_page_shows_what_was_measured_on_a_gpu(measured: ModuleType, tmp_pat
         measured.with_gpu_tables("no marks", tmp_path)
 
 
+def test_the_page_shows_what_was_counted_without_a_gpu(measured: ModuleType) -> None:
+    page = measured.PAGE.read_text()
+    assert page == measured.with_proxy_table(page, measured.RESULTS), "run docs/measured.py"
+    with pytest.raises(ValueError, match="has no lines"):
+        measured.with_proxy_table("no marks", measured.RESULTS)
+
+
 def test_the_accuracy_page_shows_the_committed_validation(measured: ModuleType) -> None:
     page = measured.ACCURACY_PAGE.read_text()
     assert page == measured.with_validation(page, measured.RESULTS), "run python docs/measured.py"
