@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import sympy
 import torch
@@ -56,7 +57,9 @@ def check_indices(step: StepGraph, batch: Batch) -> None:
     given = dict(zip(batch.names, batch.leaves, strict=True))
     for name, table in _looked_up(step).items():
         tensor = given.get(name)
-        if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu" and tensor.numel():
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype not in (torch.int64, torch.int32):
+            continue
+        if tensor.device.type == "cpu" and tensor.numel():
             for found in tensor.aminmax():
                 table.refuse(f"`{name}` holds", int(found))
 
@@ -129,6 +132,15 @@ def _lookups(step: StepGraph) -> list[tuple[fx.Node, _Table]]:
     return found
 
 
+def _is_known(node: fx.Node) -> bool:
+    """Whether an op gives whole numbers, the same every time."""
+    target: Any = node.target
+    value = node.meta.get("val")
+    whole = isinstance(value, torch.Tensor) and value.dtype in (torch.int64, torch.int32)
+    draws = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+    return whole and not draws and getattr(target, "namespace", "") == "aten"
+
+
 def _value(
     node: fx.Node, sizes: Mapping[sympy.Symbol, int], known: dict[fx.Node, torch.Tensor | None]
 ) -> torch.Tensor | None:
@@ -136,7 +148,7 @@ def _value(
     if node in known:
         return known[node]
     known[node] = None
-    if node.op != "call_function" or node.meta["val"].dtype not in (torch.int64, torch.int32):
+    if node.op != "call_function" or not _is_known(node):
         return None
     values = {n: _value(n, sizes, known) for n in node.all_input_nodes}
     if any(value is None for value in values.values()):

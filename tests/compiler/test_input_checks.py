@@ -9,6 +9,9 @@ from torch.nn import functional as F
 
 import graphaccel
 from graphaccel import errors
+from graphaccel.capture.batch import flatten_call
+from graphaccel.capture.stepgraph import capture
+from graphaccel.compiler.input_checks import check_indices, check_positions
 
 
 class Words(nn.Module):
@@ -66,3 +69,25 @@ def test_a_batch_of_the_wrong_width() -> None:
         "  explain: graphaccel explain GA406",
     ]
     model(torch.ones(2, 8), torch.ones(2, 1)).backward()
+
+
+class Drawn(nn.Module):
+    """Looks up rows that are drawn, and rows by flags: `forward(flags)`, [B] bool → mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(2, 3)
+
+    def forward(self, flags: Tensor) -> Tensor:
+        drawn = self.table(torch.randint(0, 2, (4,)))
+        return (drawn * self.table(flags.long())).square().mean()
+
+
+def test_checks_draw_no_random_numbers() -> None:
+    flags = torch.tensor([True, False, True, True])
+    batch = flatten_call((flags,), {})
+    step = capture(Drawn(), batch, symbolic=False)
+    before = torch.random.get_rng_state()
+    check_indices(step, batch)
+    check_positions(step, step.sizes)
+    assert torch.equal(torch.random.get_rng_state(), before)
