@@ -98,7 +98,8 @@ def measure(name: str) -> dict[str, Any]:
     clock = [time.process_time()]
     compiler.capture(call)
     clock.append(time.process_time())
-    step, plan, _ = compiler.choose(call)
+    chosen = compiler.choose(call)
+    step, plan = chosen.step, chosen.plan
     clock.append(time.process_time())
     model.eval()
     clock.append(time.process_time())

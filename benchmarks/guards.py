@@ -39,7 +39,7 @@ def measure(layers: int, rows: int, tokens: int) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         steps.append(time.perf_counter() - start)
-    captures = model.graphaccel._compiler.captures
+    captures = model.graphaccel.compiler.captures
     (step,) = captures.steps.values()
     guards = captures.guards(step, flatten_call((), {}))
     checks = []

@@ -51,7 +51,8 @@ def measured(layers: int, same: bool) -> dict[str, Any]:
     start, cpu = time.perf_counter(), time.process_time()
     step, _ = compiler.capture(batch)
     captured, captured_cpu = time.perf_counter(), time.process_time()
-    _, plan, program = compiler.choose(batch)
+    chosen = compiler.choose(batch)
+    plan, program = chosen.plan, chosen.program
     end, end_cpu = time.perf_counter(), time.process_time()
     calls = sum(len(graph.graph.nodes) for stage in program.stages for graph in stage.graphs)
     made, made_cpu = time.perf_counter(), time.process_time()

@@ -102,7 +102,7 @@ def planned(
     model = Model(job.model, job.loss_fn, optimizer_bytes(job.optimizer))
     compiler = Compiler(model, where, {**job.pins, **pins})
     compiler.captures.steps = captures
-    return compiler.choose(job.batch)[1]
+    return compiler.choose(job.batch).plan
 
 
 def rounds_of(

@@ -44,7 +44,8 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
     compiler = Compiler(model_of(model, None, optimizer, "cpu"), cluster("cpu", 1), {})
     call = flatten_call(*as_call(batch))
     step, sizes = compiler.capture(call)
-    _, plan, program = compiler.choose(call)
+    chosen = compiler.choose(call)
+    plan, program = chosen.plan, chosen.program
     pair = pair_of(model, None, step, call, sizes)
     seconds: dict[str, list[float]] = {"eager_step": [], "proof": [], "expected": []}
     for _ in range(rounds + 1):

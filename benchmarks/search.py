@@ -194,7 +194,8 @@ def measured(name: str) -> dict[str, Any]:
     compiler = Timed(Model(module, None, 2.0), where, pins)
     step, sizes = compiler.capture(batch)
     captured = time.perf_counter()
-    step, plan, program = compiler.choose(batch, record)
+    chosen = compiler.choose(batch, record)
+    step, plan, program = chosen.step, chosen.plan, chosen.program
     chosen = time.perf_counter()
     kept = compiler.layouts(step, sizes)
     plan_report(plan, kept.whole.step, where, model_name="", assumed="", layouts=kept,
@@ -229,7 +230,7 @@ def _published(case: Case, compiler: Any, batch: Any, problem: Any, pins: dict) 
     base = base_plan(decided, case.devices, case.batch, "", "", "loss")
     meshes, found = Meshes(problem, decided, base, case.batch), {}
     for who, mesh in case.published.items():
-        _, theirs, _ = compiler.with_pins(pins | mesh).choose(batch)
+        theirs = compiler.with_pins(pins | mesh).choose(batch).plan
         assert theirs.prediction is not None
         found[who] = {
             "plan": theirs.name, "predicted_seconds": theirs.prediction.seconds,

@@ -37,6 +37,7 @@ from graphaccel.capture.batch_dims import BatchDims, check_batch_dims
 from graphaccel.capture.export.export import LossFn, split_targets
 from graphaccel.compiler.compiler import Compiler
 from graphaccel.compiler.model import as_batch, check_supported, model_of, tensor_bytes
+from graphaccel.dispatch.run import Run, RunSettings
 from graphaccel.errors import GraphMisuse
 from graphaccel.optimized_model import Handle
 from graphaccel.planner.cluster.catalogue import cluster as named_cluster
@@ -48,6 +49,7 @@ from graphaccel.planner.plan.plan import Plan
 from graphaccel.runtime.broadcast import same_on_all_ranks
 from graphaccel.runtime.deferred import initial_values
 from graphaccel.runtime.environment import join_job
+from graphaccel.runtime.init_tape import Record
 from graphaccel.runtime.launch import check_devices, ensure_launched
 from graphaccel.runtime.module import attach
 from graphaccel.runtime.parameters.sharded_optimizer import is_elementwise
@@ -163,23 +165,27 @@ def optimize(
     where = cluster or cluster_here(count, device)
     kind, shardable = where.device.type, is_elementwise(optimizer)
     what = model_of(model, loss_fn, optimizer, kind, shardable=shardable, batch_dims=batch_dims)
-    compiler = Compiler(what, where, decided, given)
-    if isinstance(plan, (str, Path)):
-        compiler.path = str(plan)
-    initial = initial_values(model, init_fn)
-    handle = Handle(
-        model, optimizer, compiler, count, device, timeout, initial, clip_norm, check, on_nonfinite,
-        max_programs,
-    )  # fmt: skip
-    with _moved(model, device):
-        if example_batch is None:
-            same_on_all_ranks(model, count, initial, device)
-        else:
-            handle.prepare(
-                as_batch(example_batch), lambda: same_on_all_ranks(model, count, initial, device)
-            )
-    attach(model, handle, handle.run, handle.state_dict, handle.has_all, handle.generating)
+    path = str(plan) if isinstance(plan, (str, Path)) else "plan"
+    compiler = Compiler(what, where, decided, given, path)
+    run = RunSettings(count, device, timeout, clip_norm, check, on_nonfinite, max_programs)
+    _attach(Run.of(model, optimizer, compiler, run), initial_values(model, init_fn), example_batch)
     return model if optimizer is None else (model, optimizer)
+
+
+def _attach(run: Run, initial: Record | None, example_batch: Any) -> None:
+    """Make the model run under a plan: prepared now where there is an example batch, else at the
+    first training batch."""
+    handle, device = Handle(run, initial), run.settings.device
+
+    def same_weights() -> None:
+        same_on_all_ranks(run.model, run.settings.devices, initial, device)
+
+    with _moved(run.model, device):
+        if example_batch is None:
+            same_weights()
+        else:
+            handle.prepare(as_batch(example_batch), same_weights)
+    attach(run.model, handle, handle.run, handle.state_dict, handle.has_all, handle.generating)
 
 
 def plan(
@@ -213,7 +219,7 @@ def plan(
     check_supported(model)
     what = model_of(model, loss_fn, optimizer, where.device.type, batch_dims=batch_dims)
     compiler = Compiler(what, where, decided)
-    return compiler.choose(as_batch(example_batch))[1]
+    return compiler.choose(as_batch(example_batch)).plan
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:

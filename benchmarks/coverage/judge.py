@@ -133,7 +133,7 @@ def _planned(
         timeout=60,
         **SETTINGS[setting],
     )
-    captures = model.graphaccel._compiler.captures
+    captures = model.graphaccel.compiler.captures
     split = setting != "one" and not PARTS[part].lifted
     known = _captured(part, name, split, dtype)
     if not _equally_many(len(known)):

@@ -32,7 +32,7 @@ from graphaccel.planner.profile.cost import Sizes, node_work
 from graphaccel.planner.profile.efficiency import Work, computing, seconds_of
 from graphaccel.planner.profile.layout_profiles import Layouts
 from graphaccel.planner.profile.profile import Profile
-from graphaccel.planner.search.search import search
+from graphaccel.planner.search.search import Conditions, search
 
 _ENDLESS = 2**60
 _TRIES = 4  # of choosing what a row does not say, each with less memory
@@ -210,8 +210,8 @@ class Predictor:
             where,
             pins=_pins(run, captured.whole),
             optimizer_bytes=STATE_BYTES,
-            batch=run.batch,
             profiles=captured,
+            conditions=Conditions(batch=run.batch),
         )
         return plan, captured.of(plan)
 

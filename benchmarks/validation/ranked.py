@@ -15,7 +15,7 @@ from graphaccel.errors import GraphAccelError
 from graphaccel.planner.plan.base_plan import base_plan
 from graphaccel.planner.plan.limits import Limits
 from graphaccel.planner.plan.pins import Pins
-from graphaccel.planner.search.search import search
+from graphaccel.planner.search.search import Conditions, search
 from graphaccel.planner.search.solve import Problem
 
 
@@ -59,7 +59,7 @@ def _ranked(run: Run, problem: Problem) -> dict[str, Any]:
     try:
         theirs = search(
             problem.profile.step, problem.cluster, pins=mesh, optimizer_bytes=STATE_BYTES,
-            batch=run.batch, profiles=problem.layouts,
+            profiles=problem.layouts, conditions=Conditions(batch=run.batch),
         )  # fmt: skip
     except GraphAccelError as error:
         return {"refused": error.message().sentence}

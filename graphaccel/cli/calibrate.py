@@ -120,7 +120,7 @@ def region_costs(
     """
     found: list[Sequence[StageProgram]] = []
     compiler.regions.watch(Tools(kernels, Sessions(), watch=found.append))
-    _, plan = compiler.choose(batch)[:2]
+    plan = compiler.choose(batch).plan
     programs = found[-1]
     costs = measure(programs, kernels, _ours, progress)
     while plan.devices == 1:

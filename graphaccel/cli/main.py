@@ -79,8 +79,8 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.set_defaults(run_command=_doctor)
     explain = commands.add_parser(
         "explain",
-        help="the long form of an error code; which fusions fit a model; why a plan's ops run "
-        "where they run; or the passes in their order",
+        help="the long form of an error code; which fusions fit a model; how a plan places tensors "
+        "and why its ops run where they run; or the passes in their order",
     )
     explain.add_argument(
         "subject", metavar="CODE|FILE:FUNCTION|PLAN.json|passes", type=_code_or_target,
@@ -416,32 +416,9 @@ def _fusion(arguments: argparse.Namespace) -> int:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
-    if not isinstance(arguments.subject, str):
-        if arguments.rules:
-            from graphaccel.cli.rules import rules_command
+    from graphaccel.cli.explain import explain_command
 
-            return rules_command(*arguments.subject, strict=arguments.strict)
-        from graphaccel.cli import fusion as fusion_command
-
-        return fusion_command.explain(*arguments.subject)
-    if arguments.subject == "passes":
-        from graphaccel.cli.passes import passes_command
-
-        return passes_command()
-    if arguments.subject.endswith(".json"):
-        from graphaccel.arguments import read_plan
-        from graphaccel.report.ort import ort_report
-
-        plan = read_plan(arguments.subject, {})
-        assert plan is not None
-        print(ort_report(plan), end="")
-        return 0
-    package = Path(__file__).parents[1]
-    folders = (package / "docs_errors", package.parent / "docs" / "errors")  # wheel, checkout
-    pages = [folder / f"{arguments.subject}.md" for folder in folders]
-    page = next(page for page in pages if page.is_file())
-    print(page.read_text(encoding="utf-8").rstrip())
-    return 0
+    return explain_command(arguments.subject, rules=arguments.rules, strict=arguments.strict)
 
 
 if __name__ == "__main__":

@@ -20,9 +20,9 @@ from graphaccel.cli.output import writing
 from graphaccel.cli.pin_options import pins_of
 from graphaccel.compiler.compiler import Compiler
 from graphaccel.compiler.model import check_supported, model_of
+from graphaccel.compiler.program_memory import ProgramMemory
 from graphaccel.errors import GraphAccelError, GraphMisuse, GraphsNeedGpu
 from graphaccel.ir.program import StepProgram
-from graphaccel.optimized_model import assumed_of
 from graphaccel.planner.cluster.catalogue import cluster as named_cluster
 from graphaccel.planner.cluster.cluster import Cluster, cluster_name
 from graphaccel.planner.cluster.cluster_file import read_cluster, write_cluster
@@ -35,6 +35,7 @@ from graphaccel.planner.search.record import Record
 from graphaccel.progress import progress
 from graphaccel.proof.comparison import pair_of
 from graphaccel.proof.first_step import prove
+from graphaccel.report.assumptions import assumed_of
 from graphaccel.report.compare import comparison
 from graphaccel.report.export import export, refusals
 from graphaccel.report.facts import Facts, RankMemory, gather, points, run_spans
@@ -80,7 +81,8 @@ def plan_command(args: argparse.Namespace) -> int:
     record = Record(watch=Progress())
     program: StepProgram | None = None
     try:
-        _, plan, program = compiler.choose(job.batch, record)
+        chosen = compiler.choose(job.batch, record)
+        plan, program = chosen.plan, chosen.program
     except KeyboardInterrupt:
         incumbent = record.incumbent()
         if incumbent is None:
@@ -115,6 +117,12 @@ class _PlannedJob:
     program: StepProgram | None
 
     @property
+    def cluster(self) -> Cluster:
+        """The cluster with the rates that the search used."""
+        assert self.record.problem is not None
+        return self.record.problem.cluster
+
+    @property
     def seconds(self) -> float:
         """Predicted seconds per step."""
         assert self.plan.prediction is not None
@@ -132,7 +140,7 @@ class _PlannedJob:
         return gather(
             self.plan,
             layouts.whole.step,
-            self.compiler.cluster,
+            self.cluster,
             model_name=type(self.job.model).__name__,
             assumed=assumed_of(self.job.optimizer, self.plan),
             layouts=layouts,
@@ -143,7 +151,8 @@ class _PlannedJob:
         """Plan again with these pins; None where there is no such plan."""
         compiler, record = self.compiler.with_pins(pins), Record(watch=Progress())
         try:
-            _, plan, program = compiler.choose(self.job.batch, record)
+            chosen = compiler.choose(self.job.batch, record)
+            plan, program = chosen.plan, chosen.program
         except GraphAccelError:
             return None
         return replace(self, compiler=compiler, record=record, plan=plan, program=program)
@@ -152,7 +161,9 @@ class _PlannedJob:
         """Add the bytes on each rank over the step."""
         assert self.program is not None
         spans = run_spans(facts)
-        curves = self.compiler.curves(self.plan, self.program, self.job.batch, spans)
+        model, batch = self.compiler.model, self.job.batch
+        memory = ProgramMemory(model, self.cluster, batch, self.plan, self.program)
+        curves = memory.curves(spans)
         rows = (RankMemory(rank, samples) for rank, samples in enumerate(curves))
         return replace(facts, memory=tuple(rows))
 
@@ -171,7 +182,7 @@ class _PlannedJob:
             ]  # fmt: skip
         # plans that fit come with the times of their simulated schedule
         plans = [plan for one in found for plan in (*one.seen, *one.fitting)]
-        return replace(facts, candidates=points(plans, plan, self.compiler.cluster))
+        return replace(facts, candidates=points(plans, plan, self.cluster))
 
     def explained(self, facts: Facts) -> Facts:
         """Add the reasons for each decision."""
@@ -209,7 +220,7 @@ class _PlannedJob:
         """Add the answer to one more `--why-not`."""
 
         def replan(pins: Mapping[str, object]) -> Plan:
-            return self.compiler.with_pins(pins).choose(self.job.batch)[1]
+            return self.compiler.with_pins(pins).choose(self.job.batch).plan
 
         def answer(facts: Facts) -> Facts:
             found = whatif.why_not(self.record, self.plan, asked, replan)

@@ -24,7 +24,7 @@ from graphaccel.ir.values import returned
 from graphaccel.passes.microbatch.exact_microbatch import batch_placement, is_quantity
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.progress import progress
-from graphaccel.sharding.rules.propagate import BatchPlacement
+from graphaccel.sharding.rules.batch_placement import BatchPlacement
 from graphaccel.sharding.rules.shard import Shard
 
 aten = torch.ops.aten

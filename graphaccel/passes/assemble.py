@@ -9,7 +9,7 @@ from graphaccel.compat.torch.graphs import boxed
 from graphaccel.ir.calls import draws_by_shape
 from graphaccel.ir.program import StageProgram, StepProgram, Value
 from graphaccel.passes.context import Context
-from graphaccel.sharding.rules.propagate import PARTIAL
+from graphaccel.sharding.rules.batch_placement import PARTIAL
 
 
 def assembled(context: Context) -> StepProgram:

@@ -30,6 +30,7 @@ from graphaccel.report.format import (
 )
 from graphaccel.report.ort import ort_lines
 from graphaccel.report.phases import phase_lines
+from graphaccel.report.placements import placement_lines
 from graphaccel.schedule.table import Action, Schedule
 from graphaccel.schedule.text import LEGEND, LEGEND_APART, gantt
 
@@ -69,9 +70,10 @@ def facts_text(facts: Facts) -> str:
     """The report of `facts` as text, with a newline at its end."""
     sections = [_head(facts), _decisions(facts), _memory(facts), _time(facts), _why(facts)]
     if facts.explanation is not None:
+        sections.append(placement_lines(facts.plan))
         sections.append(explanation_lines(facts.explanation, facts.plan))
     sections += [answer_lines(answer, facts.plan, facts.cluster) for answer in facts.answers]
-    return "\n\n".join("\n".join(lines) for lines in sections) + "\n"
+    return "\n\n".join("\n".join(lines) for lines in sections if lines) + "\n"
 
 
 def _head(facts: Facts) -> list[str]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
-from graphaccel.sharding.rules.propagate import PARTIAL, REPLICATED
+from graphaccel.sharding.rules.batch_placement import PARTIAL, REPLICATED
 from graphaccel.sharding.rules.shard import Placement, Row, Shard
 
 _ANY = "any"

@@ -131,8 +131,7 @@ def test_plan_arguments(model_file: Path) -> None:
     line = f"{text} {PINNED} {CHOICES} {SHOWN}"
     arguments = vars(cli.build_parser().parse_args(line.split()))
     del arguments["run_command"], arguments["usage_error"]
-    pinned = {k: v for k, v in arguments.items() if k not in NAMES or v is not None}
-    assert pinned == {
+    assert {k: v for k, v in arguments.items() if k not in NAMES or v is not None} == {
         "target": (model_file, "job"),
         "devices": 8,
         "device": "h100-80gb",

@@ -119,7 +119,7 @@ def test_an_op_of_the_loss_needs_none(job: Path) -> None:
     """Behind all layers it runs once, on the whole batch."""
     made = job_of_function(job, "make")
     compiler = Compiler(Model(made.model, None, 0.0), cluster("cpu", 2), {"data": 2})
-    assert compiler.choose(made.batch)[1].data == 2
+    assert compiler.choose(made.batch).plan.data == 2
 
 
 def test_every_op_has_a_rule(job: Path, capsys: pytest.CaptureFixture[str]) -> None:

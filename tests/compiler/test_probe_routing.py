@@ -10,14 +10,15 @@ from torch import Tensor, nn
 
 from graphaccel.capture.batch import Batch
 from graphaccel.compiler import probe_routing as routing
-from graphaccel.compiler.compiler import Compiler, schedule_of
+from graphaccel.compiler.compiler import Compiler
 from graphaccel.compiler.model import Model, as_batch
 from graphaccel.compiler.probe_routing import fullest, share_of, tried_choices
-from graphaccel.optimized_model import assumed_of
+from graphaccel.compiler.schedules import schedule_of
 from graphaccel.planner.cluster.catalogue import cluster
 from graphaccel.planner.memory.exact_memory import rank_memory
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.plan.prediction import Chosen
+from graphaccel.report.assumptions import assumed_of
 from tests.support.zoo import ALL, call
 
 CPU = cluster("cpu", 4)
@@ -79,11 +80,12 @@ def compiled(captures: dict[Any, Any]) -> tuple[Compiler, Batch]:
 
 def test_a_plan_is_predicted_for_its_fullest_device(captures: dict[Any, Any]) -> None:
     compiler, batch = compiled(captures)
-    _, plan, program = compiler.choose(batch)
+    planned = compiler.choose(batch)
+    plan, program = planned.plan, planned.program
     assert plan.prediction is not None
     chosen = plan.prediction.chosen
     places = [(d, e) for d in range(2) for e in range(2)]
-    each = {at: compiler.device_memory(plan, program, batch, 0, *at) for at in places}
+    each = {at: compiler.memory(planned, batch).of_device(0, *at) for at in places}
     peaks = {at: memory.peak for at, memory in each.items() if memory is not None}
     most = plan.prediction.memory[0]
     assert most.peak == max(peaks.values())
@@ -101,25 +103,25 @@ def test_a_plan_is_predicted_for_its_fullest_device(captures: dict[Any, Any]) ->
 
 def test_another_rank_predicts_what_the_first_one_tried(captures: dict[Any, Any]) -> None:
     first, batch = compiled(captures)
-    _, plan, _ = first.choose(batch)
+    plan = first.choose(batch).plan
     second, _ = compiled(captures)
     with torch.no_grad():
         for parameter in second.model.module.parameters():
             parameter.zero_()  # here all would choose the same
-    second.adopt(plan)
-    _, adopted, _ = second.choose(batch)
+    adopted = second.choose(batch, given=plan).plan
     assert adopted.prediction == plan.prediction
 
 
 def _assumed(compiler: Compiler, batch: Batch) -> str:
     """The plan's note, of a plan that is predicted for an even choice."""
-    _, plan, program = compiler.choose(batch)
+    chosen = compiler.choose(batch)
+    plan = chosen.plan
     assert plan.prediction is not None
     assert plan.prediction.chosen == ()
     assert assumed_of(None, plan) == (
         "no optimizer state; each expert chosen as often as the others"
     )
-    assert compiler.device_memory(plan, program, batch, 0, 1, 1) == plan.prediction.memory[0]
+    assert compiler.memory(chosen, batch).of_device(0, 1, 1) == plan.prediction.memory[0]
     (note,) = [n for n in plan.notes if n.startswith("an even choice")]
     return note
 

@@ -42,7 +42,7 @@ def job(tmp_path: Path) -> str:
 
 def choose(where: Cluster, plan: Plan | None = None, **pins: Any) -> Plan:
     example = as_batch((torch.randn(4, 8),))
-    return Compiler(Model(Net(2), None, 2.0), where, pins, plan).choose(example)[1]
+    return Compiler(Model(Net(2), None, 2.0), where, pins, plan).choose(example).plan
 
 
 def test_calibrate_then_plan(job: str, tmp_path: Path, capsys: Any) -> None:
@@ -112,7 +112,7 @@ def test_what_draws_random_numbers_says_so() -> None:
 
     example = as_batch((torch.randn(4, 8),))
     compiler = Compiler(Model(Dropping(1), None, 2.0), cluster("cpu", 1), {"ort": "all"})
-    report = compiler.choose(example)[1].prediction.ort
+    report = compiler.choose(example).plan.prediction.ort
     (declined,) = [d for d in report.declined if "dropout" in d.op]
     assert declined.op == "aten.native_dropout"
     assert declined.reason == "it draws random numbers"
@@ -125,7 +125,7 @@ def test_complex_numbers_are_declined_with_the_line(kernels: Kernels) -> None:
 
     example = as_batch((torch.randn(4, 8),))
     compiler = Compiler(Model(Turning(1), None, 2.0), cluster("cpu", 1), {"ort": "all"})
-    report = compiler.choose(example)[1].prediction.ort
+    report = compiler.choose(example).plan.prediction.ort
     places = {d.location for d in report.declined if "fft" in d.op}
     assert any("test_commands.py:" in place for place in places), report.declined
 

@@ -61,7 +61,7 @@ def test_every_decline_names_op_reason_and_line(
     if kernels.binds(torch.bfloat16):
         pytest.skip("this build takes bfloat16")
     compiler = Compiler(Model(Mixed(), None, 2.0), cluster("cpu", 1), {"ort": "all"})
-    plan = compiler.choose(as_batch((torch.randn(4, 8),)))[1]
+    plan = compiler.choose(as_batch((torch.randn(4, 8),))).plan
     file = tmp_path / "plan.json"
     file.write_text(plan.to_json())
     assert cli.main(["explain", str(file)]) == 0

@@ -172,7 +172,7 @@ def optimized(middle: Any = None) -> nn.Module:
     """A model under a plan for one device."""
     model = seeded(lambda: Net(middle))
     graphaccel.optimize(model, torch.optim.SGD(model.parameters(), lr=0.0), devices=1)
-    model.graphaccel._compiler.captures.steps[(batch().signature(), True)] = plain_step()[0]
+    model.graphaccel.compiler.captures.steps[(batch().signature(), True)] = plain_step()[0]
     return model
 
 

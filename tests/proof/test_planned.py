@@ -24,7 +24,7 @@ def planned(model: nn.Module, **settings: Any) -> tuple[nn.Module, torch.optim.O
         model, torch.optim.SGD(model.parameters(), lr=0.1), devices=1, **settings
     )
     step, _ = plain_step()
-    model.graphaccel._compiler.captures.steps[(batch().signature(), True)] = step
+    model.graphaccel.compiler.captures.steps[(batch().signature(), True)] = step
     return model, optimizer
 
 

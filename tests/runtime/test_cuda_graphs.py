@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, fx, nn
 
 import graphaccel
-from graphaccel import optimized_model as handle
 from graphaccel.capture.batch import as_call, flatten_call
 from graphaccel.capture.stepgraph import capture
 from graphaccel.compiler.programs import build
+from graphaccel.dispatch import prepare
 from graphaccel.errors import CaptureFailed
 from graphaccel.ir.program import StageProgram
 from graphaccel.kernels.host_copy import TO_HOST
@@ -33,7 +33,7 @@ from tests.support.small import Classifier, small_batch
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> PoolRecorder:
     made = PoolRecorder()
-    monkeypatch.setattr(handle, "recorder_for", lambda device: made)
+    monkeypatch.setattr(prepare, "recorder_for", lambda device: made)
     return made
 
 
@@ -62,7 +62,7 @@ def pair(dtype: torch.dtype = torch.float64, **pins: Any) -> list[tuple[GPT, Any
         optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
         given = {"devices": 1, "recompute": "none", **pins}
         made.append(graphaccel.optimize(model, optimizer, cuda_graphs=graphs, **given))
-        model.graphaccel._compiler.captures.steps = captures(dtype)
+        model.graphaccel.compiler.captures.steps = captures(dtype)
     return made
 
 
@@ -82,7 +82,7 @@ def same(left: list[Tensor], right: list[Tensor]) -> bool:
 
 def graphs_of(model: GPT) -> list[StepGraphs]:
     """One for each shape of the batch."""
-    executors = model.graphaccel._session._executors.values()
+    executors = model.graphaccel.session._executors.values()
     return [e.graphs for e in executors if e.graphs is not None]
 
 
@@ -205,7 +205,7 @@ def test_a_call_that_can_not_be_recorded_is_named(monkeypatch: pytest.MonkeyPatc
         def record(self, run: Any) -> Any:
             raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore")
 
-    monkeypatch.setattr(handle, "recorder_for", lambda device: Refusing())
+    monkeypatch.setattr(prepare, "recorder_for", lambda device: Refusing())
     model = Classifier()
     graphaccel.optimize(model, devices=1, cuda_graphs=True)
     for _ in range(WARM):

@@ -12,8 +12,8 @@ from torch import Tensor, fx
 
 from graphaccel.ir.values import tensors_of
 from graphaccel.sharding.apply.shard_axis import _local_sizes
+from graphaccel.sharding.rules.batch_placement import PARTIAL
 from graphaccel.sharding.rules.notation import output_shapes, shape_of, tensor_arguments
-from graphaccel.sharding.rules.propagate import PARTIAL
 from graphaccel.sharding.rules.prove import call_node
 from graphaccel.sharding.rules.shard import Row, Shard
 from graphaccel.sharding.rules.strategies import rows_of

@@ -65,7 +65,8 @@ def facts(request: pytest.FixtureRequest, made_up: Callable[..., Cluster]) -> Fa
     where = made_up(count)
     module, batch, loss_fn = ZOO["gpt"].build()
     compiler, record = Compiler(Model(module, loss_fn, 2.0), where, pins), Record()
-    step, plan, program = compiler.choose(as_batch(batch), record)
+    chosen = compiler.choose(as_batch(batch), record)
+    step, plan, program = chosen.step, chosen.plan, chosen.program
     assert record.outcome is not None
     made = gather(plan, step, where, model_name="gpt", assumed="AdamW")
     curves = compiler.curves(plan, program, as_batch(batch), run_spans(made))

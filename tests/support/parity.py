@@ -114,7 +114,7 @@ def run_plan(
             **pins,
         )
         # Captures depend on the model and the batch alone: one serves all plans in this worker.
-        compiler = model.graphaccel._compiler
+        compiler = model.graphaccel.compiler
         compiler.captures.steps = _captures(name, dtype, lift)
         losses, grads = train(model, optimizer, batch, loss_fn, steps)
         write_captures(f"{name} {dtype} {lift}", compiler.captures.steps)

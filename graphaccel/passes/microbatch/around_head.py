@@ -21,8 +21,8 @@ import torch
 from torch import fx
 
 from graphaccel.ir.calls import is_random
+from graphaccel.sharding.rules.batch_placement import PARTIAL, BatchPlacement
 from graphaccel.sharding.rules.parts import JOINED, PART, SAME, SUMMED, WHOLE
-from graphaccel.sharding.rules.propagate import PARTIAL, BatchPlacement
 from graphaccel.sharding.rules.shard import Shard
 
 aten = torch.ops.aten

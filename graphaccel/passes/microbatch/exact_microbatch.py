@@ -50,15 +50,15 @@ from graphaccel.passes.microbatch.around_head import Around, sharded_dim
 from graphaccel.passes.microbatch.prologue import build_prologue
 from graphaccel.planner.plan.limits import Limit, Limits
 from graphaccel.planner.plan.plan import Plan
-from graphaccel.sharding.rules.notation import tensor_arguments
-from graphaccel.sharding.rules.propagate import (
+from graphaccel.sharding.rules.batch_placement import (
     PARTIAL,
     REPLICATED,
     WHOLE_SUM,
     BatchPlacement,
     Conflict,
-    place_batch,
 )
+from graphaccel.sharding.rules.notation import tensor_arguments
+from graphaccel.sharding.rules.propagate import place_batch
 from graphaccel.sharding.rules.shard import Shard
 
 aten = torch.ops.aten

@@ -25,7 +25,7 @@ from graphaccel.compat.torch.fakes import fake_mode_of
 from graphaccel.passes.stages.cut_stages import StagedGraph
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.sharding.apply.graph_builder import Emitter
-from graphaccel.sharding.rules.propagate import REPLICATED
+from graphaccel.sharding.rules.batch_placement import REPLICATED
 from graphaccel.sharding.rules.shard import Shard
 
 aten = torch.ops.aten

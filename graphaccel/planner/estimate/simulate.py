@@ -130,6 +130,33 @@ def play(
     return Played(max(clock, default=0.0), busy)
 
 
+_Needed = tuple[list[float], int]
+"""Arrivals by microbatch, and edge."""
+_Sent = tuple[list[float], float, int, int, int]
+"""Arrivals by microbatch, seconds on the way, channel, edge, and the rank that reads."""
+
+
+def _messages(
+    ranks: int,
+    stages: int,
+    microbatches: int,
+    edge_seconds: tuple[tuple[tuple[int, int, str], float], ...],
+) -> tuple[defaultdict[int, list[_Sent]], defaultdict[int, list[_Needed]], int]:
+    """What each job sends, what each needs (arrivals and edge), and how many channels there are: a
+    job is a stage's forward or backward, a channel joins two ranks in one direction."""
+    outgoing: defaultdict[int, list[_Sent]] = defaultdict(list)
+    incoming: defaultdict[int, list[_Needed]] = defaultdict(list)
+    channels: dict[tuple[int, int, str], int] = {}
+    for edge, ((source, destination, way), took) in enumerate(edge_seconds):
+        a, b = source % ranks, destination % ranks
+        if a != b:
+            channel = channels.setdefault((a, b, way), len(channels))
+            kind, arrival = _KINDS.index(way), [-1.0] * microbatches
+            outgoing[kind * stages + source].append((arrival, took, channel, edge, b))
+            incoming[kind * stages + destination].append((arrival, edge))
+    return outgoing, incoming, len(channels)
+
+
 @lru_cache(maxsize=64)
 def _ends(
     shape: tuple[str, int, int, int],
@@ -140,21 +167,12 @@ def _ends(
     plans that differ only in what they reduce share it."""
     _, ranks, per_rank, microbatches = shape
     rows, stages = _rows(*shape), ranks * per_rank
-    outgoing: dict[int, list[tuple[list[float], float, int, int, int]]] = defaultdict(list)
-    incoming: dict[int, list[tuple[list[float], int]]] = defaultdict(list)
-    channels: dict[tuple[int, int, str], int] = {}
-    for edge, ((source, destination, way), took) in enumerate(edge_seconds):
-        a, b = source % ranks, destination % ranks
-        if a != b:
-            channel = channels.setdefault((a, b, way), len(channels))
-            kind, arrival = _KINDS.index(way), [-1.0] * microbatches
-            outgoing[kind * stages + source].append((arrival, took, channel, edge, b))
-            incoming[kind * stages + destination].append((arrival, edge))
+    outgoing, incoming, channels = _messages(ranks, stages, microbatches, edge_seconds)
     jobs = [
         (took, incoming[at], outgoing[at])
         for at, took in enumerate(took for each in seconds for took in each)
     ]
-    free = [0.0] * len(channels)
+    free = [0.0] * channels
     clock, busy, at = [0.0] * ranks, [0.0] * ranks, [0] * ranks
     wanted = [-1] * len(edge_seconds)  # by edge: the microbatch whose message a rank waits for
     runnable = list(range(ranks))

@@ -58,25 +58,13 @@ def stage_peaks(
     saved, _ = sized.saved(recomputation)
     away = offloaded_bytes(profile, sized, plan)
     running = _within(saved - away, first, stage)
-    forward, backward = sized.passing_forward, sized.passing_backward
-    if plan.holds_casts:
-        forward, backward = sized.passing_held
     whole = plan.microbatches > 1 or plan.data > 1
     accumulated = np.array([whole or bool(work.partial) for work in works])
-    if not bytes_in_flight_key(plan):  # they stay where they are accumulated
-        added = sized.passing_added(plan.holds_casts)
-        backward = np.where(accumulated[stage], added, backward)
+    forward, backward = _passing(sized, plan, accumulated[stage])
     if recomputation.rows.any():
         groups = sized.once(("blocks", plan.cuts), lambda: _blocks(profile, stage))
         backward = backward + _remade(_coming(profile, sized, recomputation, stage), *groups)
-    if "activations" in plan.offload:
-        spans = [slice(work.first, work.end) for work in works]
-        moved = np.concatenate([beside(profile, away, here) for here in spans])
-        forward, backward = forward + moved, backward + moved
-    if "parameters" in plan.offload:
-        up = [uploaded(profile, plan, (work.first, work.end)) for work in works]
-        forward = forward + np.concatenate([ahead for ahead, _ in up])
-        backward = backward + np.concatenate([back for _, back in up])
+    forward, backward = _with_copies(profile, works, plan, away, (forward, backward))
     gradient = np.array([work.gradient for work in works])
     moving = sized.once(
         ("motion", plan.cuts, bytes_in_flight_key(plan)),
@@ -106,6 +94,44 @@ def stage_peaks(
         position=top,
         late=late,
     )
+
+
+def _passing(
+    sized: SizedProfile, plan: Plan, accumulated: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes at each position that only the forward, and only the backward, holds meanwhile.
+
+    accumulated: whether the stage of a position keeps its gradients in buckets.
+    """
+    forward, backward = sized.passing_forward, sized.passing_backward
+    if plan.holds_casts:
+        forward, backward = sized.passing_held
+    if not bytes_in_flight_key(plan):  # they stay where they are accumulated
+        backward = np.where(accumulated, sized.passing_added(plan.holds_casts), backward)
+    return forward, backward
+
+
+def _with_copies(
+    profile: Profile,
+    works: Sequence[StageCost],
+    plan: Plan,
+    away: np.ndarray,
+    passing: tuple[np.ndarray, np.ndarray],
+) -> tuple[np.ndarray, np.ndarray]:
+    """Those bytes, with the copies to and from the host that are on their way.
+
+    away: bytes of each position's activations that are offloaded.
+    """
+    forward, backward = passing
+    if "activations" in plan.offload:
+        spans = [slice(work.first, work.end) for work in works]
+        moved = np.concatenate([beside(profile, away, here) for here in spans])
+        forward, backward = forward + moved, backward + moved
+    if "parameters" in plan.offload:
+        up = [uploaded(profile, plan, (work.first, work.end)) for work in works]
+        forward = forward + np.concatenate([ahead for ahead, _ in up])
+        backward = backward + np.concatenate([back for _, back in up])
+    return forward, backward
 
 
 def _stages(works: Sequence[StageCost]) -> tuple[np.ndarray, np.ndarray]:

@@ -23,7 +23,7 @@ from graphaccel.planner.plan.offload import placed_optimizer, placed_parameters
 from graphaccel.planner.plan.prediction import StageMemory
 from graphaccel.schedule.table import Action, Schedule
 from graphaccel.schedule.walk import last_actions, walk
-from graphaccel.sharding.rules.propagate import PARTIAL
+from graphaccel.sharding.rules.batch_placement import PARTIAL
 
 _HELD = {
     "parameter",

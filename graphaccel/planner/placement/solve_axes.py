@@ -22,7 +22,7 @@ from graphaccel.planner.plan.plan import Plan
 from graphaccel.sharding.apply.local_graph import AXES, LocalGraph, mark_replicated, over_axis
 from graphaccel.sharding.apply.sharding_cache import Drafts
 from graphaccel.sharding.placement_names import read
-from graphaccel.sharding.rules.propagate import REPLICATED
+from graphaccel.sharding.rules.batch_placement import REPLICATED
 from graphaccel.sharding.rules.shard import Placement, shard_of
 from graphaccel.sharding.rules.solution import Placements
 from graphaccel.sharding.solve.check_placements import checked

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from graphaccel.errors import GraphAccelError, InfeasiblePlan
 from graphaccel.errors.messages import format_bytes
@@ -151,6 +151,31 @@ def infeasible(
     )
 
 
+@dataclass
+class _Changes:
+    """Changes that were tried: those that make a plan fit with their effect, and those that do not
+    help."""
+
+    solve_all: SolveAll
+    batch: int
+    helpful: list[tuple[str, str]] = field(default_factory=list)
+    useless: list[str] = field(default_factory=list)
+
+    def attempt(
+        self, change: str, problem: Problem, pins: Pins, remark: str = "", batch: int | None = None
+    ) -> bool:
+        """Whether a plan fits with one change; one that cannot be planned at all is left out."""
+        try:
+            outcome = self.solve_all(problem, pins, self.batch if batch is None else batch)
+        except GraphAccelError:
+            return False
+        if not outcome.fitting:
+            self.useless.append(change)
+            return False
+        self.helpful.append((change, f"{_effect(outcome.fitting[0], pins)}{remark}"))
+        return True
+
+
 def _relaxations(
     asked: Problem,
     problem: Problem,
@@ -164,55 +189,49 @@ def _relaxations(
 
     asked: with the devices as they are; problem: with the devices that changes are tried on.
     """
-    works: list[tuple[str, str]] = []
-    useless: list[str] = []
-
-    def attempt(
-        change: str, other: Problem, wanted: Pins, remark: str = "", batch: int = batch
-    ) -> bool:
-        try:
-            found = solve_all(other, wanted, batch)
-        except GraphAccelError:  # this change can not be planned at all
-            return False
-        if not found.fitting:
-            useless.append(change)
-            return False
-        works.append((change, f"{_effect(found.fitting[0], wanted)}{remark}"))
-        return True
-
-    for name in pins.names:
-        if name == "offload":
-            for spared in offered(replace(pins, offload=None), problem, batch)[1:]:
-                other = replace(pins, offload=spared)
-                attempt(f"offload={offload_text(spared)}", problem, other)
-        elif name not in _NO_BYTES:
-            attempt(f"{name} not pinned", problem, replace(pins, **{name: None}))
+    tried = _Changes(solve_all, batch)
     axes = [axis for axis in closest.mesh if getattr(pins, axis) is not None]
+    free = replace(pins, **dict.fromkeys(axes))
+    _without_pins(tried, problem, pins)
     if len(axes) > 1:
-        free = replace(pins, **dict.fromkeys(axes))
-        attempt(f"{' and '.join(axes)} not pinned", problem, free)
+        tried.attempt(f"{' and '.join(axes)} not pinned", problem, free)
     if pins.precision is None:
         low = replace(pins, precision="bf16")
-        attempt("precision=bf16", problem, low, "; changes numerics")
+        tried.attempt("precision=bf16", problem, low, "; changes numerics")
     for size in (batch // 2, batch // 4, batch // 8):
-        if size and attempt(f"batch {size}", problem, pins, batch=size):
+        if size and tried.attempt(f"batch {size}", problem, pins, batch=size):
             break
-    free = replace(pins, **dict.fromkeys(axes))
+    _wider_clusters(tried, asked, problem, free)
+    enough = _enough(asked, pins, closest, batch, solve_all, refine)
+    if enough is not None:
+        tried.helpful.append((enough[0], _effect(enough[1], pins)))
+    if closest.recompute and set(closest.recompute) == set(problem.profile.block_names):
+        tried.useless.append("more recomputation (already all blocks)")
+    if closest.microbatch_size == 1:
+        tried.useless.append("smaller microbatches (already 1)")
+    return tuple(tried.helpful), tuple(dict.fromkeys(tried.useless))
+
+
+def _without_pins(tried: _Changes, problem: Problem, pins: Pins) -> None:
+    """Try without each pin alone; offload with each of what it may be."""
+    for name in pins.names:
+        if name == "offload":
+            for spared in offered(replace(pins, offload=None), problem, tried.batch)[1:]:
+                other = replace(pins, offload=spared)
+                tried.attempt(f"offload={offload_text(spared)}", problem, other)
+        elif name not in _NO_BYTES:
+            tried.attempt(f"{name} not pinned", problem, replace(pins, **{name: None}))
+
+
+def _wider_clusters(tried: _Changes, asked: Problem, problem: Problem, free: Pins) -> None:
+    """Try with more devices, until a plan fits. free: the pins without those of mesh axes."""
     for factor in (2, 4, 8):
         if asked.cluster.count * factor > MOST_DEVICES:
             break
         wider, change = wider_cluster(asked.cluster, factor)
         wider = as_corrected(wider, asked.cluster, problem.cluster)
-        if attempt(change, replace(problem, cluster=wider), free):
+        if tried.attempt(change, replace(problem, cluster=wider), free):
             break
-    enough = _enough(asked, pins, closest, batch, solve_all, refine)
-    if enough is not None:
-        works.append((enough[0], _effect(enough[1], pins)))
-    if closest.recompute and set(closest.recompute) == set(problem.profile.block_names):
-        useless.append("more recomputation (already all blocks)")
-    if closest.microbatch_size == 1:
-        useless.append("smaller microbatches (already 1)")
-    return tuple(works), tuple(dict.fromkeys(useless))
 
 
 def _host_excess(plan: Plan, cluster: Cluster) -> int:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH
@@ -65,43 +65,51 @@ _REFINED = 12  # programs built before giving up: each costs as much as a captur
 Refine = Callable[[Plan], Plan]
 
 
+@dataclass(frozen=True)
+class Conditions:
+    """What the batch and the optimizer allow and need.
+
+    limits: the splits of the batch that the graph does not allow. batch: examples in the global
+    batch, where it is not the captured one. shardable: whether the optimizer can work on shards:
+    ZeRO is then considered. stepping: memory that the optimizer's step needs besides its state.
+    """
+
+    limits: Limits = field(default_factory=Limits)
+    batch: int | None = None
+    shardable: bool = True
+    stepping: OptimizerMemory = NOTHING
+
+
 def search(
     step: StepGraph,
     cluster: Cluster,
     *,
     pins: Mapping[str, object],
     optimizer_bytes: int,
-    refine: Refine | None = None,
-    limits: Limits | None = None,
-    batch: int | None = None,
-    record: Record | None = None,
-    shardable: bool = True,
     profiles: Layouts | None = None,
-    stepping: OptimizerMemory = NOTHING,
+    conditions: Conditions | None = None,
+    refine: Refine | None = None,
+    record: Record | None = None,
 ) -> Plan:
     """The fastest plan that fits, with its prediction, alternatives, notes and certificate.
 
     pins: decisions of the user (`planner.plan.pins.NAMES`). optimizer_bytes: bytes of optimizer
-    state for each trained number (8: AdamW). refine: returns a plan with exact memory, or raises
-    SplitRefused or TooManyStages for one that can not run; called on the best plans until one fits.
-    limits: the splits of the batch that the graph does not allow. batch: examples in the global
-    batch, where it is not the captured one. record: receives the inputs and the progress of the
-    search, so that it has the best plan so far when Ctrl-C ends it. shardable: whether the
-    optimizer can work on shards: ZeRO is then considered. profiles: of the step and of its shards;
-    without it no axis shards the graph itself. stepping: memory that the optimizer's step needs.
+    state for each trained number (8: AdamW). profiles: of the step and of its shards; without it no
+    axis shards the graph itself. refine: returns a plan with exact memory, or raises SplitRefused
+    or TooManyStages for one that can not run; called on the best plans until one fits. record:
+    receives the inputs and the progress of the search, so that it has the best plan so far when
+    Ctrl-C ends it.
 
     Raises: InfeasiblePlan (GA201), BadPin (GA202), TooManyStages (GA203), BatchNotDivisible
     (GA206), SplitRefused (GA207), ConflictingPins (GA210), ScheduleRefused (GA213), NoLoss (GA103).
     """
-    batch = step.batch_size if batch is None else batch
-    limits = Limits() if limits is None else limits
-    if BATCH not in step.sizes:
-        fixed = Limit("", "", "the model takes batches of one size only")
-        limits = Limits(limits.microbatches or fixed, limits.data or fixed)
+    conditions = conditions or Conditions()
+    batch = step.batch_size if conditions.batch is None else conditions.batch
+    limits = _limits_of(step, conditions.limits)
     decided = agreeing_pins(pins, step, cluster.count, batch, limits)
     problem = Problem(
-        profiles or Layouts(Profile(step)), cluster, optimizer_bytes, limits, shardable,
-        decided.stage_of or (), stepping,
+        profiles or Layouts(Profile(step)), cluster, optimizer_bytes, limits, conditions.shardable,
+        decided.stage_of or (), conditions.stepping,
     )  # fmt: skip
     record = Record() if record is None else record
     record.asked(problem, decided, batch, dict(pins), refine)
@@ -130,6 +138,14 @@ def search(
         ),
         certificate=outcome.tally.certificate(_gap(problem, best, outcome)),
     )
+
+
+def _limits_of(step: StepGraph, limits: Limits) -> Limits:
+    """The limits, and that of a batch whose size the model fixes."""
+    if BATCH in step.sizes:
+        return limits
+    fixed = Limit("", "", "the model takes batches of one size only")
+    return Limits(limits.microbatches or fixed, limits.data or fixed)
 
 
 def _chosen(

@@ -17,8 +17,8 @@ from torch import Tensor
 from graphaccel.compat.torch.distributed import all_gather_flat
 from graphaccel.ir.program import Value
 from graphaccel.runtime.mesh import Mesh
+from graphaccel.sharding.rules.batch_placement import PARTIAL
 from graphaccel.sharding.rules.parts import JOINED, SUMMED
-from graphaccel.sharding.rules.propagate import PARTIAL
 
 
 @dataclass

@@ -15,7 +15,7 @@ from graphaccel.runtime.execution.parts import over_data
 from graphaccel.runtime.execution.state import Held, StepResult, StepState
 from graphaccel.runtime.loss_scale import LossScale
 from graphaccel.runtime.mesh import Mesh
-from graphaccel.sharding.rules.propagate import PARTIAL
+from graphaccel.sharding.rules.batch_placement import PARTIAL
 
 
 class Results:

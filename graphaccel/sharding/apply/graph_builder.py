@@ -19,7 +19,7 @@ from torch.fx.node import map_arg
 
 from graphaccel.ir.fakes import Fakes
 from graphaccel.ir.nodes import new_node
-from graphaccel.sharding.rules.propagate import PARTIAL, REPLICATED
+from graphaccel.sharding.rules.batch_placement import PARTIAL, REPLICATED
 from graphaccel.sharding.rules.shard import Placement, Shard
 
 aten = torch.ops.aten

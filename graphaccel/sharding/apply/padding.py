@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from graphaccel.sharding.apply.graph_builder import Emitter
-from graphaccel.sharding.rules.propagate import PARTIAL
+from graphaccel.sharding.rules.batch_placement import PARTIAL
 from graphaccel.sharding.rules.shard import Row, Shard
 
 aten = torch.ops.aten

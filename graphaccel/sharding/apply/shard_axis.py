@@ -35,9 +35,9 @@ from graphaccel.sharding.apply.graph_builder import Emitter, set_value
 from graphaccel.sharding.apply.lowerings import items, lower
 from graphaccel.sharding.apply.padding import Padding
 from graphaccel.sharding.apply.token_dispatch import ChosenRows
+from graphaccel.sharding.rules.batch_placement import PARTIAL, REPLICATED
 from graphaccel.sharding.rules.call_values import source_of
 from graphaccel.sharding.rules.notation import output_shapes, tensor_arguments
-from graphaccel.sharding.rules.propagate import PARTIAL, REPLICATED
 from graphaccel.sharding.rules.shard import Placement, Row, Shard, passes_in_order
 from graphaccel.sharding.rules.solution import Placements
 

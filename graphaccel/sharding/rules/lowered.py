@@ -15,9 +15,9 @@ from torch import fx
 
 from graphaccel.ir.calls import arguments
 from graphaccel.kernels.ops.experts import GRADIENT, GROUPED_MATMUL
+from graphaccel.sharding.rules.batch_placement import PARTIAL, REPLICATED
 from graphaccel.sharding.rules.notation import output_shapes, shape_of, tensor_arguments
 from graphaccel.sharding.rules.ops.indexing import takes_rows
-from graphaccel.sharding.rules.propagate import PARTIAL, REPLICATED
 from graphaccel.sharding.rules.shard import Row, Shard, Shards
 
 aten = torch.ops.aten

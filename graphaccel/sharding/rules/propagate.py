@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,62 +27,31 @@ from torch import fx
 
 from graphaccel.ir.calls import draws_by_shape, is_random
 from graphaccel.ir.values import operands
+from graphaccel.sharding.rules.batch_placement import (
+    ANY,
+    NO_RULE,
+    PARTIAL,
+    REPLICATED,
+    WHOLE_SUM,
+    BatchPlacement,
+    Conflict,
+    Placement,
+    placed_at,
+    sharded_dim,
+)
+from graphaccel.sharding.rules.examples import Examples
 from graphaccel.sharding.rules.head import MOST, close, is_backward, share_of_weights
-from graphaccel.sharding.rules.notation import Notation, reshaped, shape_of, tensor_arguments
+from graphaccel.sharding.rules.notation import Notation, tensor_arguments
 from graphaccel.sharding.rules.ops.factories import COUNTS, UNIFORM
 from graphaccel.sharding.rules.ops.indexing import only_counts_rows
 from graphaccel.sharding.rules.ops.shapes import REGROUPS
-from graphaccel.sharding.rules.shard import Shard
 from graphaccel.sharding.rules.table import rule_of
-
-REPLICATED = "replicated"
-PARTIAL = "partial"
-WHOLE_SUM = "it needs a sum over the whole batch at once"
-NO_RULE = "has no sharding rule"
-"""The end of a conflict's reason where no table has a rule for the op."""
-Placement = str | int | Shard
-"""An int: sharded on that tensor dim, whose outermost part is the batch. A Shard: on a dim with
-`outer` sections before the batch, each of them with all examples."""
-_ANY = 0
-"""`outer` of a merged dim whose values are the same for every example, wherever the batch is in
-it."""
 
 # The results of these depend on the strides of their argument.
 _READ_MEMORY = frozenset(
     {torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default}
 )
 _RANDOM = torch.Tag.nondeterministic_seeded
-
-
-@dataclass(frozen=True)
-class Conflict:
-    """A node at which examples of the batch mix, and the reason."""
-
-    node: fx.Node
-    reason: str
-
-
-@dataclass(frozen=True)
-class BatchPlacement:
-    """Result of `place_batch`.
-
-    places: placement per node (a tuple for several outputs).
-    hoisted, reduced: values converted from a partial sum to the full sum.
-    shared: (user, position among its tensor arguments) where a replicated value is divided by the
-    number of parts.
-    conflicts: where the batch cannot be split at all.
-    head: nodes that run once on the whole batch; first: of them, with the reason. slices: values of
-    the whole batch, from the head or hoisted, of which a part reads its own slice.
-    """
-
-    places: Mapping[fx.Node, Any] = field(repr=False)
-    hoisted: tuple[fx.Node, ...]
-    reduced: tuple[fx.Node, ...]
-    shared: frozenset[tuple[fx.Node, int]]
-    conflicts: tuple[Conflict, ...]
-    head: frozenset[fx.Node] = frozenset()
-    slices: Mapping[fx.Node, Placement] = field(default_factory=dict)
-    first: Conflict | None = None
 
 
 def place_batch(
@@ -107,7 +75,7 @@ def place_batch(
     seeds: dict[fx.Node, str] = {}
     head: frozenset[fx.Node] = frozenset()
     while True:
-        state = _State(symbol, size, head, rules)
+        state = _State(Examples(symbol, size), head, rules)
         state.walk(graph, batch_inputs, parameters)
         more = state.seeds(over_time) if headed else {}
         if not more.keys() - seeds.keys():
@@ -133,17 +101,6 @@ def place_batch(
     )
 
 
-def _sharded_dim(place: Placement) -> tuple[int, int] | None:
-    """The sharded dim of a value and the sections before the batch in it; None if not sharded."""
-    if isinstance(place, int):
-        return place, 1
-    return (place.dim, place.outer) if isinstance(place, Shard) else None
-
-
-def _placed(dim: int, outer: int) -> Placement:
-    return dim if outer == 1 else Shard(dim, outer)
-
-
 def _divides(node: fx.Node) -> bool:
     """Whether, for replicated inputs, a shard of the result is the same call at a smaller size."""
     if node.target in COUNTS:
@@ -156,13 +113,9 @@ class _State:
     calls, reused by all traversals."""
 
     def __init__(
-        self,
-        symbol: Any,
-        size: int,
-        head: frozenset[fx.Node],
-        rules: dict[fx.Node, Notation | None],
+        self, examples: Examples, head: frozenset[fx.Node], rules: dict[fx.Node, Notation | None]
     ) -> None:
-        self.symbol, self.size, self.head, self.rules = symbol, size, head, rules
+        self.examples, self.head, self.rules = examples, head, rules
         self.hoisted: dict[fx.Node, None] = {}
         self.reduced: dict[fx.Node, None] = {}
         self.readers: dict[fx.Node, None] = {}  # readers of reduced values
@@ -190,7 +143,7 @@ class _State:
                     self.places[node] = batch_inputs.get(node.name, REPLICATED)
                     if node.name in parameters:
                         self.learned.add(node)
-                    elif node.name not in batch_inputs and self._has_parts(node):
+                    elif node.name not in batch_inputs and self.examples.counted_in(node):
                         self.hoisted[node] = None  # a constant with one row an example
                         self.constants.add(node)
                 elif node.op == "call_function":
@@ -216,7 +169,7 @@ class _State:
 
     def visit(self, node: fx.Node) -> None:
         inputs = node.all_input_nodes
-        if node not in self.head and draws_by_shape(node) and not self._has_parts(node):
+        if node not in self.head and draws_by_shape(node) and not self.examples.counted_in(node):
             self._hoist(node)  # numbers that all parts share
             return
         if is_random(node) or any(n in self.drawn for n in inputs):
@@ -226,7 +179,7 @@ class _State:
         if node in self.head:
             self._in_head(node)
             return
-        if node in self.hoisted and self._has_parts(node):
+        if node in self.hoisted and self.examples.counted_in(node):
             self.places[node] = REPLICATED
             return
         whole = any(self._is_whole(n) for n in inputs)
@@ -261,7 +214,7 @@ class _State:
     def _without_rule(self, node: fx.Node, tensors: list[fx.Node], places: list) -> None:
         """Any op may run on unsplit values, such as one that reads only weights and gradients of
         weights (the matrix exponential that keeps a weight orthogonal)."""
-        sharded = any(_sharded_dim(place) for place in places)
+        sharded = any(sharded_dim(place) for place in places)
         if sharded or node.target in _READ_MEMORY:
             self._refuse(node, f"{node.target} {NO_RULE}")
             return
@@ -294,19 +247,11 @@ class _State:
         if node.op != "placeholder":
             self.places[node] = REPLICATED
 
-    def _has_parts(self, node: fx.Node) -> bool:
-        """Whether the size of a value depends on the number of examples."""
-        dims = node.meta["dims"]
-        several = isinstance(node.meta["val"], (tuple, list))
-        return any(
-            self._has_batch(n) for each in (dims if several else (dims,)) for n in each or ()
-        )
-
     def _is_whole(self, node: fx.Node) -> bool:
         """Whether a value contains all examples, where others contain those of one part."""
         known = node in self.head or node in self.hoisted
         given = node.op == "placeholder" and node not in self.constants
-        return known and not given and self._has_parts(node)
+        return known and not given and self.examples.counted_in(node)
 
     def _slice(self, node: fx.Node, position: int, rule: Notation, places: list) -> Placement:
         """The slice of a whole-batch value that a part reads: the examples of the operands it is
@@ -316,13 +261,13 @@ class _State:
             return self.slices[node]
         names = rule.inputs[position]
         for other, place in zip(rule.inputs, places, strict=False):
-            at = _sharded_dim(place)
+            at = sharded_dim(place)
             if at is not None and other[at[0]] in names and other[at[0]] not in ("", "1"):
-                self.slices[node] = _placed(names.index(other[at[0]]), at[1] or 1)
+                self.slices[node] = placed_at(names.index(other[at[0]]), at[1] or 1)
                 return self.slices[node]
         dims = node.meta["dims"]
-        carry = [d for d, n in enumerate(dims) if self._has_batch(n)]
-        if len(carry) == 1 and dims[carry[0]] == self.symbol:
+        carry = self.examples.carrying(dims)
+        if len(carry) == 1 and dims[carry[0]] == self.examples.symbol:
             self.slices[node] = carry[0]
             return carry[0]
         return REPLICATED
@@ -335,29 +280,26 @@ class _State:
         """
 
         def place(dims: tuple) -> Placement:
-            carry = [d for d, n in enumerate(dims) if self._has_batch(n)]
+            carry = self.examples.carrying(dims)
             if len(carry) > 1 or (carry and not _divides(node)):
                 self._conflict(node, "it numbers the examples of a batch")
             if not carry:
                 return REPLICATED
             uniform = node.target in UNIFORM or node.target in COUNTS
-            merged = uniform and dims[carry[0]] != self.symbol
-            return _placed(carry[0], _ANY if merged else 1)
+            merged = uniform and dims[carry[0]] != self.examples.symbol
+            return placed_at(carry[0], ANY if merged else 1)
 
         dims = node.meta["dims"]
         if isinstance(node.meta["val"], (tuple, list)):
             return tuple(place(d) for d in dims)
         return place(dims)
 
-    def _has_batch(self, size: Any) -> bool:
-        return self.symbol in getattr(size, "free_symbols", ())
-
     def _apply(self, node: fx.Node, rule: Notation, tensors: list[fx.Node], places: list) -> None:
         places = [REPLICATED if i in rule.unread else p for i, p in enumerate(places)]
-        split = [(i, *at) for i, p in enumerate(places) if (at := _sharded_dim(p))]
+        split = [(i, *at) for i, p in enumerate(places) if (at := sharded_dim(p))]
         sharded = {rule.inputs[i][dim] for i, dim, _ in split}
         partial = {i for i, p in enumerate(places) if p == PARTIAL}
-        outers = {outer for _, _, outer in split} - {_ANY}
+        outers = {outer for _, _, outer in split} - {ANY}
         if node.target in REGROUPS and (sharded & {"", "1"} or outers - {1}):
             self._regroup(node, tensors[0], places[0])
             return
@@ -385,11 +327,11 @@ class _State:
             self.places[node] = self._place_factory(node)
             return
         (index,) = sharded
-        (outer,) = outers or {_ANY}
+        (outer,) = outers or {ANY}
         outputs: list[Placement] = []
         for position, names in enumerate(rule.outputs):
             if index in names:
-                outputs.append(_placed(names.index(index), outer))
+                outputs.append(placed_at(names.index(index), outer))
             elif position in rule.kept:
                 outputs.append(REPLICATED)
             elif rule.sums:
@@ -397,37 +339,18 @@ class _State:
             else:
                 self._refuse(node, "it reduces over the examples of a batch, and not by a sum")
                 return
-        if self._sums_of_rows(node, outputs):  # eye(batch) @ x: one row an example
+        if self.examples.rows_of_sums(node, outputs):  # eye(batch) @ x: one row an example
             self._refuse(node, "it combines different examples of a batch with each other")
             return
         self._set(node, outputs)
 
-    def _sums_of_rows(self, node: fx.Node, outputs: list[Placement]) -> bool:
-        """Whether a partial sum has a row for each example."""
-        dims = node.meta["dims"]
-        if isinstance(node.meta["val"], torch.Tensor):
-            dims = (dims,)
-        made = [d for d in dims if d is not None]
-        return any(
-            place == PARTIAL and any(map(self._has_batch, each))
-            for place, each in zip(outputs, made, strict=False)
-        )
-
     def _regroup(self, node: fx.Node, source: fx.Node, place: Placement) -> None:
         """Place a reshape that merges dims before the batch with it, or splits them off."""
-        dim, outer = _sharded_dim(place) or (0, _ANY)
-        found = None
-        if outer != _ANY:
-            found = reshaped(shape_of(source), shape_of(node), dim, outer, self.size)
-        else:
-            sizes = node.meta["dims"]
-            carry = [d for d, n in enumerate(sizes) if self._has_batch(n)]
-            if len(carry) == 1:
-                found = carry[0], 1 if sizes[carry[0]] == self.symbol else _ANY
+        found = self.examples.regrouped(node, source, place)
         if found is None:
             self._refuse(node, "it mixes the examples of a batch")
         else:
-            self._set(node, [_placed(*found)])
+            self._set(node, [found])
 
     @staticmethod
     def _linear_group(rule: Notation, partial: set[int]) -> frozenset[int]:

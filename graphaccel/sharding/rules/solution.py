@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from graphaccel.sharding.rules.batch_placement import REPLICATED
 from graphaccel.sharding.rules.call_values import Value
-from graphaccel.sharding.rules.propagate import REPLICATED
 from graphaccel.sharding.rules.shard import Placement, Row
 
 

@@ -19,6 +19,7 @@ from torch import fx
 from graphaccel.ir.calls import arguments, is_random
 from graphaccel.ir.values import operands
 from graphaccel.kernels.register import fusion_of
+from graphaccel.sharding.rules.batch_placement import PARTIAL, REPLICATED
 from graphaccel.sharding.rules.lowered import lowered_rows
 from graphaccel.sharding.rules.notation import (
     Notation,
@@ -31,7 +32,6 @@ from graphaccel.sharding.rules.notation import (
 from graphaccel.sharding.rules.ops.factories import COUNTS, UNIFORM
 from graphaccel.sharding.rules.ops.pointwise import is_pointwise
 from graphaccel.sharding.rules.ops.shapes import REGROUPS
-from graphaccel.sharding.rules.propagate import PARTIAL, REPLICATED
 from graphaccel.sharding.rules.shard import Placement, Row, Shard, Shards
 from graphaccel.sharding.rules.table import rule_of
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
-from graphaccel.sharding.rules.propagate import PARTIAL, REPLICATED
+from graphaccel.sharding.rules.batch_placement import PARTIAL, REPLICATED
 from graphaccel.sharding.rules.shard import Placement, Shard
 
 

@@ -24,10 +24,10 @@ from torch.utils.flop_counter import flop_registry
 
 from graphaccel.capture.export.export import GraphInput, GraphOutput
 from graphaccel.ir.calls import counted_packet, is_causal
+from graphaccel.sharding.rules.batch_placement import PARTIAL, REPLICATED
 from graphaccel.sharding.rules.call_values import Value, shapes_of, source_of, tensor_of
 from graphaccel.sharding.rules.notation import output_shapes, tensor_arguments
 from graphaccel.sharding.rules.ops import collectives
-from graphaccel.sharding.rules.propagate import PARTIAL, REPLICATED
 from graphaccel.sharding.rules.shard import Placement, Row, Shard, Shards
 from graphaccel.sharding.rules.solution import Placements
 from graphaccel.sharding.solve.conversions import ALL, Counted, Rates

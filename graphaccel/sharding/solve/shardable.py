@@ -16,6 +16,7 @@ from torch import fx
 from graphaccel.capture.export.export import GraphInput, GraphOutput
 from graphaccel.capture.symbols import BATCH, SEQUENCE
 from graphaccel.ir.values import operands
+from graphaccel.sharding.rules.batch_placement import REPLICATED
 from graphaccel.sharding.rules.call_values import (
     HELD,
     Value,
@@ -29,7 +30,6 @@ from graphaccel.sharding.rules.call_values import (
     tensor_of,
 )
 from graphaccel.sharding.rules.notation import output_shapes, shape_of, tensor_arguments
-from graphaccel.sharding.rules.propagate import REPLICATED
 from graphaccel.sharding.rules.shard import (
     LEAST_WIDTH,
     Placement,

@@ -93,7 +93,7 @@ def _zoo(name: str) -> list[dict[str, float]]:
         for recompute in ("none", "all"):
             again = copy.deepcopy(plain)
             other = planned(plain, recompute=recompute)
-            other.graphaccel._compiler.captures.steps = captures = dict(captures)
+            other.graphaccel.compiler.captures.steps = captures = dict(captures)
             found.append(compared(again, other, loss))
             assert other.graphaccel.plan.recompute or recompute == "none"
     return found
@@ -265,7 +265,7 @@ def _peak() -> tuple[int, int]:
     x, weight = torch.randn(256, 64), torch.randn(256, 512)
     model(x).sum().backward()
     model.zero_grad()
-    model.graphaccel._session._buckets._kept.clear()  # those of this step are made, and counted
+    model.graphaccel.session._buckets._kept.clear()  # those of this step are made, and counted
     peaks = []
     for _ in range(3):  # the transport's own thread may let go of what was sent a little later
         gc.collect()  # what earlier steps left must not go in the middle of this one
@@ -275,7 +275,7 @@ def _peak() -> tuple[int, int]:
         peaks.append(meter.peak)
         del y
         model.zero_grad()
-        model.graphaccel._session._buckets._kept.clear()
+        model.graphaccel.session._buckets._kept.clear()
     return model.graphaccel.predicted_pass_bytes, min(peaks)
 
 

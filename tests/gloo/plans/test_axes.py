@@ -17,11 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graphaccel.api import cluster_here
-from graphaccel.compiler.compiler import Compiler, schedule_of
+from graphaccel.compiler.compiler import Compiler
 from graphaccel.compiler.model import Model, as_batch
+from graphaccel.compiler.schedules import schedule_of
+from graphaccel.dispatch.together import choose_together
 from graphaccel.ir.program import Sharded, StepProgram
 from graphaccel.kernels.register import fusion_of
-from graphaccel.optimized_model import choose_together
 from graphaccel.planner.plan.axis_order import coordinates
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.runtime.broadcast import share_capture
@@ -85,7 +86,8 @@ def run_axes(name: str, pins: dict[str, Any], world: int) -> dict[str, Any]:
             lambda step: compiler.captures.keep(leaves, step),
         )
         write_captures(f"{name} float64 True", compiler.captures.steps)
-        step, plan, program = choose_together(compiler, leaves, world)
+        chosen = choose_together(compiler, leaves, world)
+        step, plan, program = chosen.step, chosen.plan, chosen.program
     mesh = build_mesh(plan, program.shared.values(), torch.device("cpu"), timedelta(seconds=60))
     at = coordinates(mesh.sizes, dist.get_rank())
     parameters = {

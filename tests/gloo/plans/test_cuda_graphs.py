@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphaccel import optimized_model as handle
+from graphaccel.dispatch import prepare
 from graphaccel.runtime.cuda_graphs import WARM
 from tests.support.parity import run_plan
 from tests.support.pool import Pool
@@ -29,7 +29,7 @@ def run_recorded(*given: Any) -> tuple[dict[str, Any], list[int], int]:
     """`run_plan` with recordings, how often each was replayed, and what the pool holds behind."""
     recorder = PoolRecorder(1 << 25)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(handle, "recorder_for", lambda device: recorder)
+        patch.setattr(prepare, "recorder_for", lambda device: recorder)
         found = run_plan(*given)
     return found, [r.replays for r in recorder.made], len(recorder.arena.taken)
 

@@ -59,7 +59,7 @@ def _places(pins: dict[str, Any]) -> tuple[dict[str, int], dict[str, list[int]]]
     model = graphaccel.optimize(model, loss_fn=loss_fn, **pins)
     _, batch, _ = build("gpt", "float64")
     model(**batch) if isinstance(batch, dict) else model(*batch)
-    mesh = model.graphaccel._session.mesh
+    mesh = model.graphaccel.session.mesh
     axes = [axis for axis in AXES if mesh.sizes[axis] > 1]
     mesh.ensure(axes)
     ranks = {axis: dist.get_process_group_ranks(mesh.group(axis)) for axis in axes}

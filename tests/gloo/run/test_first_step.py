@@ -169,7 +169,7 @@ def _tried(case: str, fault: bool) -> tuple[str, str, bool]:
                 model(*inputs)
             except GraphAccelError as error:
                 code = error.code
-    left = model.graphaccel._gate
+    left = model.graphaccel.gate
     drawn = not torch.equal(torch.random.get_rng_state(), random)
     return code, "; ".join(said), left.closed is fault and drawn is (kind is Dropped and not fault)
 
@@ -214,7 +214,7 @@ def _passed(pins: Mapping[str, Any]) -> bool:
     model = seeded(Net)
     graphaccel.optimize(model, torch.optim.SGD(model.parameters(), lr=0.1), devices=2, **pins)
     model(*batch().leaves).backward()
-    return model.graphaccel._gate.closed
+    return model.graphaccel.gate.closed
 
 
 @pytest.mark.parametrize("pins", PLANS)

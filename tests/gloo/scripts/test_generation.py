@@ -118,7 +118,7 @@ def _lengths(pins: dict[str, Any]) -> tuple[int, int]:
     for model in (plain, ours):
         model(ids, ids).backward()
         model.eval()
-    captures = ours.graphaccel._compiler.captures
+    captures = ours.graphaccel.compiler.captures
     assert torch.equal(plain.generate(ids, 5), ours.generate(ids, 5))
     generated = len(captures.steps)
     with torch.no_grad():

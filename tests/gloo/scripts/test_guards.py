@@ -50,7 +50,7 @@ def _trained(pins: Mapping[str, Any]) -> tuple[float, int]:
             with torch.no_grad():
                 model.alpha = 3.0
                 loss = model.eval()(x, y).item()
-                captures = len(model.graphaccel._compiler.captures.steps)  # type: ignore[union-attr]
+                captures = len(model.graphaccel.compiler.captures.steps)  # type: ignore[union-attr]
                 states.append(graphaccel.full_state_dict(model))
         else:
             with torch.no_grad():

@@ -11,8 +11,8 @@ import torch
 from torch import fx
 
 from graphaccel.capture.stepgraph import StepGraph
-from graphaccel.compiler.compiler import schedule_of
 from graphaccel.compiler.programs import build
+from graphaccel.compiler.schedules import schedule_of
 from graphaccel.ir.program import StageProgram, StepProgram
 from graphaccel.ir.values import returned
 from graphaccel.planner.memory.exact_memory import Resident, rank_curve, rank_memory

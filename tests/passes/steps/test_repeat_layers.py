@@ -11,10 +11,10 @@ import torch
 
 from graphaccel.capture.batch import flatten_call
 from graphaccel.capture.stepgraph import StepGraph, capture
-from graphaccel.compiler.compiler import schedule_of
 from graphaccel.compiler.model import without_data
 from graphaccel.compiler.profile_graph import localised
 from graphaccel.compiler.programs import build
+from graphaccel.compiler.schedules import schedule_of
 from graphaccel.ir.program import StageProgram, StepProgram
 from graphaccel.ir.replication.unfold import distinct_nodes, node_names, unfolded_from
 from graphaccel.ir.text import graph_text

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from graphaccel.capture.stepgraph import StepGraph
-from graphaccel.compiler.compiler import schedule_of
 from graphaccel.compiler.programs import build
+from graphaccel.compiler.schedules import schedule_of
 from graphaccel.ir.values import returned
 from graphaccel.planner.cluster.catalogue import cluster
 from graphaccel.planner.estimate.estimate import predict

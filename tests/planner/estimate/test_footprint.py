@@ -200,7 +200,8 @@ def wide_headed(**decided: object) -> Built:
 
     compiler.refine = refined  # type: ignore[method-assign]
     step, sizes = compiler.capture(batch)
-    _, plan, program = compiler.choose(batch)
+    chosen = compiler.choose(batch)
+    plan, program = chosen.plan, chosen.program
     (guess,) = planned
     return Built(model, guess, compiler.layouts(step, sizes).of(guess), plan, program)
 

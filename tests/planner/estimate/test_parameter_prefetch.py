@@ -30,7 +30,7 @@ from graphaccel.planner.search.bounds import Bounds, columns
 from graphaccel.planner.search.branch_and_bound import solve_all
 from graphaccel.planner.search.candidates import Layout, Shape, meshes_of, plain
 from graphaccel.planner.search.record import Record
-from graphaccel.planner.search.search import search
+from graphaccel.planner.search.search import Conditions, search
 from graphaccel.planner.search.solve import excess, with_cuts_and_blocks
 from graphaccel.report.text import plan_report
 from tests.planner.estimate.test_footprint import problem_of
@@ -156,7 +156,8 @@ def test_built_memory_is_close_to_the_estimate(made_up: MadeUp, pins: dict[str, 
     for offload in (STATE, BOTH):
         given = {"recompute": "none", **pins, "offload": offload}
         compiler = Compiler(Model(module, loss_fn, 2.0), where, given)
-        step, plan, _ = compiler.choose(as_batch(batch))
+        chosen = compiler.choose(as_batch(batch))
+        step, plan = chosen.step, chosen.plan
         guess = predict(Profile(step), plan, where, 8).prediction
         assert plan.prediction is not None
         assert guess is not None
@@ -180,7 +181,8 @@ def test_what_is_not_trained_rests_there_too(made_up: MadeUp, blocks: StepGraph)
     trained = 3 * BLOCK
     pins = {"microbatches": 1, "offload": BOTH}
     compiler = Compiler(Model(Blocks(), None, 2.0), where, pins)
-    step, plan, _ = compiler.choose(as_batch((torch.zeros(4, 8),)))
+    chosen = compiler.choose(as_batch((torch.zeros(4, 8),)))
+    step, plan = chosen.step, chosen.plan
     guess = predict(Profile(step), plan, where, 8).prediction
     assert plan.prediction is not None
     assert guess is not None
@@ -340,7 +342,11 @@ def test_casts_are_not_held_for_all_microbatches(captured: Captured, made_up: Ma
     ("settings", "pins", "reason"),
     [
         ({}, {"zero": 0, "pipeline": 1}, "zero=0 keeps them whole"),
-        ({"shardable": False}, {"pipeline": 1}, "the optimizer is not known to step shards"),
+        (
+            {"conditions": Conditions(shardable=False)},
+            {"pipeline": 1},
+            "the optimizer is not known to step shards",
+        ),
     ],
 )
 def test_over_data_they_rest_in_shards(

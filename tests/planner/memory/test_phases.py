@@ -33,7 +33,7 @@ def _compiler(where: Cluster, stepping: OptimizerMemory) -> Compiler:
 
 def _chosen(where: Cluster, stepping: OptimizerMemory) -> tuple[Compiler, Plan]:
     compiler = _compiler(where, stepping)
-    _, plan, _ = compiler.choose(_batch())
+    plan = compiler.choose(_batch()).plan
     return compiler, plan
 
 

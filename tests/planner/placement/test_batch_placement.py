@@ -22,7 +22,8 @@ from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.compat.torch.fakes import FakeTensorMode
 from graphaccel.passes.microbatch.exact_microbatch import batch_placement, split_limits
 from graphaccel.planner.plan.limits import Limits
-from graphaccel.sharding.rules.propagate import PARTIAL, REPLICATED, BatchPlacement, place_batch
+from graphaccel.sharding.rules.batch_placement import PARTIAL, REPLICATED, BatchPlacement
+from graphaccel.sharding.rules.propagate import place_batch
 from graphaccel.sharding.rules.shard import Shard
 from tests.support.zoo import ZOO
 

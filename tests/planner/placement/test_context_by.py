@@ -27,12 +27,12 @@ def test_attention_lies_as_was_asked(name: str, by: str | None, said: str) -> No
     module, batch, loss_fn = ALL[name].build()
     pins = {"context": 2, "context_by": by} if by else {"context": 2}
     compiler = Compiler(Model(module, loss_fn, 2.0), cluster("h100-80gb", 2), pins)
-    plan = compiler.choose(as_batch(batch))[1]
+    plan = compiler.choose(as_batch(batch)).plan
     assert f"attention on the context axis: {said}" in plan.notes
 
 
 def test_nothing_is_said_without_the_axis() -> None:
     module, batch, loss_fn = ALL["gpt"].build()
     compiler = Compiler(Model(module, loss_fn, 2.0), cluster("h100-80gb", 2), {"tensor": 2})
-    notes = compiler.choose(as_batch(batch))[1].notes
+    notes = compiler.choose(as_batch(batch)).plan.notes
     assert not [note for note in notes if "context" in note]

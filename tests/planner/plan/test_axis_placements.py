@@ -21,7 +21,7 @@ from graphaccel.sharding.placement_text import (
     read_call,
     read_placement,
 )
-from graphaccel.sharding.rules.propagate import PARTIAL, REPLICATED
+from graphaccel.sharding.rules.batch_placement import PARTIAL, REPLICATED
 from graphaccel.sharding.rules.shard import Row, Shard
 
 counts = st.integers(0, 9)

@@ -51,7 +51,8 @@ def test_a_plan_that_was_found_can_be_given(name: str, pins: dict[str, Any]) -> 
     module, batch, loss_fn = ALL[name].build() if name in ALL else _linear()
     where = cluster("h100-80gb", 4)
     compiler = Compiler(Model(module, loss_fn, 2.0), where, pins)
-    step, plan, _ = compiler.choose(as_batch(batch))
+    chosen = compiler.choose(as_batch(batch))
+    step, plan = chosen.step, chosen.plan
     assert set(pins) <= set(plan.pinned)
     for given in (plan, Plan.from_json(plan.to_json())):
         assert misread(given) is None
@@ -60,7 +61,7 @@ def test_a_plan_that_was_found_can_be_given(name: str, pins: dict[str, Any]) -> 
         check_given(given, "plan", prepared(step, given))
     again = Compiler(Model(module, loss_fn, 2.0), where, pins_of(plan))
     again.captures.steps = compiler.captures.steps
-    found = again.choose(as_batch(batch))[1]
+    found = again.choose(as_batch(batch)).plan
     assert replace(found, pinned=()).decided(notes=()) == replace(plan, pinned=()).decided(notes=())
 
 

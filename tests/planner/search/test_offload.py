@@ -192,7 +192,8 @@ def test_built_memory_is_close_to_the_estimate(made_up: MadeUp) -> None:
     module, batch, loss_fn = ZOO["gpt"].build()
     pins = {"data": 2, "zero": 1, "pipeline": 1, "microbatches": 1, "offload": "optimizer"}
     compiler = Compiler(Model(module, loss_fn, 2.0), _where(made_up, 2), pins)
-    step, plan, _ = compiler.choose(as_batch(batch))
+    chosen = compiler.choose(as_batch(batch))
+    step, plan = chosen.step, chosen.plan
     estimated = predict(Profile(step), plan, _where(made_up, 2), 8)
     assert plan.prediction is not None
     assert estimated.prediction is not None
@@ -315,7 +316,8 @@ def test_activations_are_counted_where_they_wait(
     for offload in ("none", "activations"):
         given = {"recompute": "none", **pins, "offload": offload}
         compiler = Compiler(Model(module, None, 2.0), where, given)
-        step, plan, _ = compiler.choose(batch)
+        chosen = compiler.choose(batch)
+        step, plan = chosen.step, chosen.plan
         assert plan.prediction is not None
         guessed = predict(Profile(step), plan, where, 8).prediction
         assert guessed is not None

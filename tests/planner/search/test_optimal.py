@@ -29,7 +29,7 @@ from graphaccel.planner.profile.layout_profiles import Layouts, rates_of
 from graphaccel.planner.profile.profile import Profile
 from graphaccel.planner.search.bounds import Bounds, columns
 from graphaccel.planner.search.candidates import Shape
-from graphaccel.planner.search.search import search
+from graphaccel.planner.search.search import Conditions, search
 from graphaccel.planner.search.search_state import weighed
 from graphaccel.planner.search.solve import Problem, _cuts
 from tests.support.captures import captured_once
@@ -171,13 +171,15 @@ def problem_of(drawn: Mapping[str, Any], memory: int = 1 << 40) -> Problem:
 def planned(drawn: Mapping[str, Any], pins: Mapping[str, Any], memory: int) -> Plan | None:
     """The search's plan; None where it says that none fits, without looking for ways out."""
     problem = problem_of(drawn, memory)
+    conditions = Conditions(
+        batch=drawn["batch"], shardable=drawn["shardable"], stepping=problem.stepping
+    )
     nothing = errors.InfeasiblePlan(devices=0, memory=0, peak=0, stage=0, closest="", breakdown={})
     with patch("graphaccel.planner.search.search.infeasible", return_value=nothing):
         try:
             return search(
-                problem.profile.step, problem.cluster, pins=pins, batch=drawn["batch"],
-                optimizer_bytes=drawn["optimizer"], shardable=drawn["shardable"],
-                profiles=problem.layouts, stepping=problem.stepping,
+                problem.profile.step, problem.cluster, pins=pins, profiles=problem.layouts,
+                optimizer_bytes=drawn["optimizer"], conditions=conditions,
             )  # fmt: skip
         except errors.InfeasiblePlan:
             return None

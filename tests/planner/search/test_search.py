@@ -29,7 +29,7 @@ from graphaccel.planner.search import best_first as best_first
 from graphaccel.planner.search import branch_and_bound as solving
 from graphaccel.planner.search import search_state as one_pass
 from graphaccel.planner.search.branch_and_bound import solve_all
-from graphaccel.planner.search.search import search
+from graphaccel.planner.search.search import Conditions, search
 from graphaccel.planner.search.search_state import weighed
 from graphaccel.planner.search.solve import Problem
 
@@ -42,9 +42,11 @@ Search = Callable[..., Plan]
 def find(captured: Captured, made_up: MadeUp) -> Search:
     """`find(count, kib, ..., **pins)`: the best plan for the zoo's gpt and AdamW."""
 
-    def run(count: int, kib: int = 16 * 1024, *, given: dict | None = None, **pins: Any) -> Plan:
+    def run(
+        count: int, kib: int = 16 * 1024, *, given: Conditions | None = None, **pins: Any
+    ) -> Plan:
         cluster = made_up(count, kib)
-        return search(captured("gpt"), cluster, pins=pins, optimizer_bytes=8, **(given or {}))
+        return search(captured("gpt"), cluster, pins=pins, optimizer_bytes=8, conditions=given)
 
     return run
 
@@ -115,7 +117,7 @@ def test_tensor_is_chosen_where_the_batch_can_not_be_split(
     captured: Captured, made_up: MadeUp, profiles: Layouts
 ) -> None:
     limit = Limit("sort", "", "rows are compared")
-    asked = {"pins": {}, "optimizer_bytes": 8, "limits": Limits(limit, limit)}
+    asked = {"pins": {}, "optimizer_bytes": 8, "conditions": Conditions(Limits(limit, limit))}
     plan = search(captured("gpt"), made_up(2), profiles=profiles, **asked)
     assert (plan.data, plan.pipeline) == (1, 1)
     assert plan.model_parallel_size == 2
@@ -343,12 +345,12 @@ def test_pinned_cuts(find: Search) -> None:
 
 
 def test_another_batch_than_the_captured_one(find: Search) -> None:
-    plan = find(2, given={"batch": 24}, microbatches=3, data=2)
+    plan = find(2, given=Conditions(batch=24), microbatches=3, data=2)
     assert (plan.batch, plan.microbatch_size) == (24, 4)
 
 
 def test_microbatches_that_are_not_allowed(find: Search) -> None:
-    limit = {"limits": Limits(Limit("batch_norm", "norm", "it mixes the examples of a batch"))}
+    limit = Conditions(Limits(Limit("batch_norm", "norm", "it mixes the examples of a batch")))
     plan = find(2, given=limit)
     assert plan.microbatches == 1
     assert (
@@ -360,7 +362,7 @@ def test_microbatches_that_are_not_allowed(find: Search) -> None:
 
 
 def test_a_head_leaves_schedules_that_run_all_forwards_first(find: Search) -> None:
-    given = {"limits": Limits(head=Limit("aten.sqrt.default", "", "it needs a sum"))}
+    given = Conditions(Limits(head=Limit("aten.sqrt.default", "", "it needs a sum")))
     for pins in ({}, {"microbatches": 4}, {"pipeline": 2, "data": 1}):
         for kib in (16 * 1024, 900):
             plan = find(2, kib, given=given, **pins)
@@ -371,7 +373,7 @@ def test_a_head_leaves_schedules_that_run_all_forwards_first(find: Search) -> No
 
 
 def test_a_data_axis_that_is_not_allowed(find: Search) -> None:
-    limit = {"limits": Limits(data=Limit("sort", "", "rows are compared"))}
+    limit = Conditions(Limits(data=Limit("sort", "", "rows are compared")))
     assert find(2, given=limit).pipeline == 2
     with pytest.raises(errors.SplitRefused):
         find(2, given=limit, pipeline=1)

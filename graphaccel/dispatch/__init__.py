@@ -1,0 +1,1 @@
+"""Dispatch: prepares a model at its first batch, then runs the compiled step of each batch."""

@@ -1,0 +1,100 @@
+"""Prepares a run: capture, plan and rewrite, then lay out the memory of this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from graphaccel.capture.batch import Batch
+from graphaccel.compiler.compiler import Planned
+from graphaccel.compiler.input_checks import check_indices, check_positions
+from graphaccel.compiler.registered import Registered
+from graphaccel.dispatch.comparisons import model_pair
+from graphaccel.dispatch.run import Prepared, Run, dtypes_of
+from graphaccel.dispatch.together import capture_together, check_same_plan, choose_together
+from graphaccel.dispatch.updates import register_updates
+from graphaccel.ir.program import StepProgram
+from graphaccel.planner.plan.prediction import StageMemory
+from graphaccel.proof.planned import Expected
+from graphaccel.runtime.agreement import PLAN
+from graphaccel.runtime.cuda_graphs import Recorder, recorder_for
+from graphaccel.runtime.deferred import RECORD
+from graphaccel.runtime.inductor.compile import check_compiler
+from graphaccel.runtime.init_tape import Record
+from graphaccel.runtime.loss_scale import LossScale
+from graphaccel.runtime.mesh import build_mesh
+from graphaccel.runtime.parameters.sharded_optimizer import check_elementwise
+from graphaccel.runtime.parameters.state import stage_meshes
+from graphaccel.runtime.session import Session
+
+
+def prepare(
+    run: Run,
+    batch: Batch,
+    initial: Record | None,
+    planned: Callable[[], None],
+    *,
+    example: bool,
+) -> tuple[Prepared, Expected | str | None]:
+    """Capture, plan and rewrite, then free what this rank does not hold. Collective.
+
+    initial: how to initialise a model on the meta device. planned: called when nothing can be
+    refused any more, before anything is changed. example: whether the first batch to train on may
+    be another one. Returns also what the first step must give (`Gate.expect`).
+    """
+    run.agreement.check(PLAN, batch, values=False)
+    capture_together(run, batch)
+    chosen = choose_together(run.compiler, batch, run.settings.devices)
+    check_same_plan(chosen.plan, run.settings.devices)
+    check_indices(chosen.step, batch)
+    check_positions(chosen.step, run.compiler.capture(batch)[1])
+    check_compiler(chosen.plan.compile, run.settings.device)
+    recorder = recorder_for(run.settings.device) if chosen.plan.cuda_graphs else None
+    expected = _expected(run, batch, chosen, example=example)
+    planned()
+    # from here on the optimizer, the model and memory are changed
+    run.agreement.count_optimizer_steps()
+    session, memory = _session(run, batch, chosen, recorder)
+    program, optimizer = chosen.program, run.optimizer
+    if optimizer is not None and (program.owned or program.resting):
+        check_elementwise(optimizer)
+    session.settle(program_homes(program), chosen.step.tied, optimizer, program, initial)
+    vars(run.model).pop(RECORD, None)
+    meshes = stage_meshes(session)
+    clip = run.settings.clip_norm
+    updates = register_updates(run.model, optimizer, chosen, session, clip, meshes)
+    registered = Registered.of(run.model)
+    made = Prepared(chosen, session, memory, meshes, updates, registered, dtypes_of(batch))
+    return made, expected
+
+
+def _expected(run: Run, batch: Batch, chosen: Planned, *, example: bool) -> Expected | str | None:
+    """Compare the captured step with eager code; returns what the plan's first step must give."""
+    if not run.gate.closed:
+        return None
+    pair = model_pair(run, batch)
+    run.gate.prove(chosen.step, pair)
+    return run.gate.expect(pair, chosen.plan, chosen.program, example=example)
+
+
+def _session(
+    run: Run, batch: Batch, chosen: Planned, recorder: Recorder | None
+) -> tuple[Session, StageMemory | None]:
+    """The session of this rank, and its predicted memory, for which parameters are full yet."""
+    plan, settings = chosen.plan, run.settings
+    shared = chosen.program.shared.values()
+    mesh = build_mesh(plan, shared, settings.device, settings.patience)
+    scale = LossScale(settings.device) if plan.precision.scaled else None
+    at = mesh.pipeline_index, mesh.data_index, mesh.coordinate("expert")
+    memory = run.compiler.memory(chosen, batch).of_device(*at)
+    away = "parameters" in plan.offload
+    session = Session(run.model, mesh, scale, plan.precision.matmul, recorder, away=away)
+    return session, memory
+
+
+def program_homes(program: StepProgram) -> dict[str, tuple[int, ...]]:
+    """Parameter or buffer name → the stages that hold it."""
+    homes: dict[str, tuple[int, ...]] = {}
+    for stage in program.stages:
+        for name in (*stage.parameters, *stage.buffers):
+            homes[name] = (*homes.get(name, ()), stage.stage)
+    return homes

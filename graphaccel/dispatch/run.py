@@ -1,0 +1,126 @@
+"""What `optimize` fixes for a model, and what is known once its plan is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+from torch import nn
+from torch.distributed import DeviceMesh
+
+from graphaccel.arguments import FIRST_STEP, MAX_PROGRAMS
+from graphaccel.capture.batch import Batch
+from graphaccel.compiler.compiler import Compiler, Planned
+from graphaccel.compiler.registered import Registered
+from graphaccel.dispatch.updates import Updates
+from graphaccel.errors import DeviceOutOfMemory
+from graphaccel.passes.context import Fixed
+from graphaccel.planner.plan.prediction import StageMemory
+from graphaccel.proof.gate import Gate
+from graphaccel.runtime.agreement import Agreement
+from graphaccel.runtime.loss_guard import IGNORE
+from graphaccel.runtime.session import Session
+
+Optimizer = torch.optim.Optimizer
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """How a model runs, as the arguments of `optimize` say.
+
+    devices: number of ranks. device: where this rank computes. timeout: seconds after which a rank
+    that does not answer counts as lost. clip_norm, check, on_nonfinite, max_programs: as `optimize`
+    takes them.
+    """
+
+    devices: int
+    device: torch.device
+    timeout: float
+    clip_norm: float | None = None
+    check: str = FIRST_STEP
+    on_nonfinite: str = IGNORE
+    max_programs: int = MAX_PROGRAMS
+
+    @property
+    def patience(self) -> timedelta:
+        """`timeout`, as torch.distributed takes it."""
+        return timedelta(seconds=self.timeout)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A model that trains, and what all its steps share.
+
+    agreement: compares across ranks what they are about to do. gate: comparisons of the first step
+    with eager code.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer | None
+    compiler: Compiler
+    settings: RunSettings
+    agreement: Agreement
+    gate: Gate
+
+    @staticmethod
+    def of(
+        model: nn.Module, optimizer: Optimizer | None, compiler: Compiler, settings: RunSettings
+    ) -> Run:
+        """A run that has not begun."""
+        devices = settings.devices
+        agreement = Agreement(devices, settings.device, settings.patience, optimizer)
+        gate = Gate(on=settings.check == FIRST_STEP, ranks=devices)
+        return Run(model, optimizer, compiler, settings, agreement, gate)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run whose plan is chosen, and whose rank holds only what the plan gives it.
+
+    memory: predicted, of this rank. meshes: for sharded state (`runtime.parameters.state`).
+    updates: what takes part in the optimizer's step. registered: the model's parameters at capture.
+    dtypes: of the batch's tensors, by name.
+    """
+
+    planned: Planned
+    session: Session
+    memory: StageMemory | None
+    meshes: Mapping[int, DeviceMesh] = field(repr=False)
+    updates: Updates = field(repr=False)
+    registered: Registered = field(repr=False)
+    dtypes: Mapping[str, torch.dtype]
+
+    @property
+    def stored(self) -> Fixed:
+        """Where and how the running programs hold the parameters."""
+        resting = self.planned.program.resting
+        return Fixed(self.session.homes, resting, self.session.groups)
+
+    @property
+    def has_all(self) -> bool:
+        """Whether this rank holds every parameter in full."""
+        return self.session.mesh.pipeline == 1 and not self.session.parameters
+
+    @property
+    def whole(self) -> bool:
+        """Whether the model's own forward can run here: full parameters, none offloaded."""
+        return self.has_all and not self.session.away
+
+    def beside_prediction(self, error: DeviceOutOfMemory) -> DeviceOutOfMemory:
+        """The error with what was predicted for this rank."""
+        memory = self.memory
+        predicted = {} if memory is None else {"tensors": memory.tensors, "other": memory.other}
+        return DeviceOutOfMemory(
+            stage=error.stage,
+            action=error.action,
+            predicted=predicted,
+            actual=error.actual,
+            recompute=not self.planned.plan.recompute,
+        )
+
+
+def dtypes_of(batch: Batch) -> dict[str, torch.dtype]:
+    """The dtypes of a batch's tensors, by name."""
+    return {batch.names[i]: t.dtype for i, t in batch.tensors.items()}

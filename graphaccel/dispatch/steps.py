@@ -1,0 +1,104 @@
+"""The compiled steps of a run by kind of batch; one of a new kind is captured and compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+
+import torch
+
+from graphaccel.capture.batch import Batch
+from graphaccel.capture.stepgraph import StepGraph
+from graphaccel.compiler.ignored_rows import Completed, completed
+from graphaccel.compiler.input_checks import check_indices, check_positions, shape_changed
+from graphaccel.dispatch.comparisons import whole_pair
+from graphaccel.dispatch.compiled import compiled_evaluation, compiled_training
+from graphaccel.dispatch.run import Prepared, Run, dtypes_of
+from graphaccel.dispatch.together import capture_together
+from graphaccel.dispatch.variants import Variant, Variants
+from graphaccel.errors import BatchChanged, CaptureRefused
+from graphaccel.runtime.session import CompiledStep
+
+
+class Steps:
+    """Compiled steps by signature of the batch and mode of the model, `max_programs` at most."""
+
+    def __init__(self, run: Run, prepared: Prepared) -> None:
+        self._run, self._prepared = run, prepared
+        self._known = Variants(run.settings.max_programs, prepared.session.forget)
+
+    def first(self, batch: Batch, *, example: bool) -> Variant:
+        """The step of the batch that was planned for."""
+        planned = self._prepared.planned
+        compiled = compiled_training(planned.step, planned.program, planned.plan)
+        return self._add(_training_key(batch), batch, planned.step, compiled, example=example)
+
+    def completed(self, batch: Batch) -> Completed | None:
+        """How a training batch that the plan cannot split evenly is completed, if it is one.
+        Collective. Raises BatchNotDivisible (GA206)."""
+
+        def captured(whole: Batch) -> StepGraph:
+            capture_together(self._run, whole)
+            return self._run.compiler.capture(whole)[0]
+
+        planned = self._prepared.planned
+        return completed(planned.step, planned.plan, batch, captured)
+
+    def training(self, batch: Batch) -> Variant:
+        """The training step of a batch. Raises BatchChanged (GA406) for other inputs or dtypes."""
+        key = _training_key(batch)
+        known = self._known.find(key)
+        if known is not None:
+            return known
+        run, prepared = self._run, self._prepared
+        _refuse_other(batch, prepared.dtypes)
+        planned = prepared.planned
+        try:
+            capture_together(run, batch)
+            check_positions(*run.compiler.capture(batch))
+        except CaptureRefused as error:
+            raise shape_changed(planned.step, batch) or error from error
+        step, program = run.compiler.compile(batch, planned, prepared.stored)
+        run.gate.later(step, lambda: whole_pair(run, prepared, batch), whole=prepared.whole)
+        return self._add(key, batch, step, compiled_training(step, program, planned.plan))
+
+    def evaluation(self, batch: Batch) -> Variant:
+        """The forward-only step of a batch, in the model's current mode."""
+        training = self._run.model.training
+        key = (training, batch.signature())
+        known = self._known.find(key)
+        check_indices(self._prepared.planned.step, batch)
+        if known is not None:
+            return known
+        run, planned = self._run, self._prepared.planned
+        stored = self._prepared.stored
+        step, program = run.compiler.compile_evaluation(batch, planned, stored, training=training)
+        run.gate.later(step, None, whole=False)
+        return self._add(key, batch, step, compiled_evaluation(step, program, planned.plan))
+
+    def _add(
+        self,
+        key: Hashable,
+        batch: Batch,
+        step: StepGraph,
+        compiled: CompiledStep,
+        *,
+        example: bool = False,
+    ) -> Variant:
+        captures = self._run.compiler.captures
+        variant = Variant(compiled, captures.guards(step, batch), captures.left(step))
+        return self._known.add(key, variant, example=example)
+
+
+def _training_key(batch: Batch) -> Hashable:
+    return ("train", batch.signature())
+
+
+def _refuse_other(batch: Batch, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Raise for a batch with other inputs or dtypes; one of other sizes is captured anew."""
+    found = dtypes_of(batch)
+    if set(found) != set(dtypes):
+        expected, got = ", ".join(dtypes), ", ".join(found)
+        raise BatchChanged(what="the inputs of the model", expected=expected, got=got)
+    for name, dtype in found.items():
+        if dtype != dtypes[name]:
+            raise BatchChanged(what=f"dtype of {name}", expected=str(dtypes[name]), got=str(dtype))
