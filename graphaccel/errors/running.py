@@ -10,7 +10,8 @@ from graphaccel.errors.messages import Message, columns, format_bytes
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class RankLost(GraphAccelError):
-    """A peer rank stopped answering. lost: in words, e.g. "rank 2 (stage 1)"."""
+    """A peer rank stopped answering. lost: in words, e.g. "rank 2 (stage 1)". module: whose op
+    waited, where it is known."""
 
     code = "GA501"
     rank: int
@@ -19,6 +20,7 @@ class RankLost(GraphAccelError):
     last_action: str
     waiting_for: str
     cause: str
+    module: str = ""
 
     def message(self) -> Message:
         me = f"rank {self.rank}" + ("" if self.stage is None else f" (stage {self.stage})")
@@ -28,6 +30,7 @@ class RankLost(GraphAccelError):
                 (
                     ("last action done:", self.last_action),
                     ("waiting for:", self.waiting_for),
+                    *((("in module:", self.module),) if self.module else ()),
                     ("reported:", self.cause),
                 )
             ),

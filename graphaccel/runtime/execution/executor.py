@@ -17,7 +17,7 @@ from graphaccel.ir.program import StageProgram, StepProgram, Value
 from graphaccel.runtime.bind import bind
 from graphaccel.runtime.cuda_graphs import ActionWork, Recorder, StepGraphs
 from graphaccel.runtime.execution.buckets import Buckets
-from graphaccel.runtime.execution.lost_rank import described, first_line, is_connection
+from graphaccel.runtime.execution.lost_rank import described, first_line, is_connection, module_of
 from graphaccel.runtime.execution.messages import Messages, sent_values
 from graphaccel.runtime.execution.out_of_memory import is_out_of_memory, out_of_memory
 from graphaccel.runtime.execution.parts import Parts, part_of
@@ -352,6 +352,7 @@ class Executor:
             last_action=described(done) if done is not None else "the step before",
             waiting_for=waiting,
             cause=first_line(error),
+            module=module_of(error, [g for p in self._stages.values() for g in p.graphs]),
         )
 
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import re
+import traceback
+from collections.abc import Iterable
+
+from torch import fx
 
 from graphaccel.schedule.table import Action
 
@@ -17,6 +21,17 @@ def is_connection(error: RuntimeError) -> bool:
 def first_line(error: RuntimeError) -> str:
     """The first line of a backend's error message, without the location in its source."""
     return re.sub(r"^\[[^\]]*\] ", "", str(error).strip().splitlines()[0])
+
+
+def module_of(error: RuntimeError, graphs: Iterable[fx.GraphModule]) -> str:
+    """The module of the node that raised an error in one of these graphs; "" where none did."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [f.line for f in frames if f.filename.startswith("<eval_with_key>") and f.line]
+    if not lines:
+        return ""
+    name = re.split(r"[\s:=]", lines[-1].strip(), maxsplit=1)[0]
+    nodes = (node for graph in graphs for node in graph.graph.nodes)
+    return next((n.meta.get("module", "") for n in nodes if n.name == name), "")
 
 
 def described(action: Action) -> str:
