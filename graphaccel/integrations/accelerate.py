@@ -10,6 +10,7 @@ rank is the only process.
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
@@ -38,6 +39,7 @@ _REPLACED = {  # argument of Accelerator → what to write instead
     "dynamo_backend": 'optimize={"compile": "inductor"}',
     "dynamo_plugin": 'optimize={"compile": "inductor"}',
 }
+_SIGNATURE = inspect.signature(accelerate.Accelerator)
 _PRECISION = {"no": None, "fp16": "fp16", "bf16": "bf16"}
 
 
@@ -53,11 +55,10 @@ class Accelerator(accelerate.Accelerator):
     def __init__(
         self, *args: Any, optimize: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        self._settings, state = start(_pins_of(kwargs, optimize or {}))
+        given = _SIGNATURE.bind_partial(*args, **kwargs).arguments
+        self._settings, state = start(_pins_of(given, optimize or {}))
         assert state.device is not None
-        super().__init__(
-            *args, **{**kwargs, "mixed_precision": "no", "cpu": state.device.type == "cpu"}
-        )
+        super().__init__(**{**given, "mixed_precision": "no", "cpu": state.device.type == "cpu"})
 
     def prepare(self, *objects: Any, **kwargs: Any) -> Any:
         """As `accelerate.Accelerator.prepare`. A model is optimized with its optimizer."""

@@ -99,9 +99,11 @@ def test_what_the_plan_decides_is_refused(given: dict[str, Any], instead: str) -
     )
 
 
-def test_another_precision_is_refused() -> None:
+@pytest.mark.parametrize("given", [((), {"mixed_precision": "bf16"}), ((True, False, "bf16"), {})])
+def test_another_precision_is_refused(given: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+    args, kwargs = given
     with pytest.raises(GraphMisuse) as caught:
-        Accelerator(mixed_precision="bf16", optimize={"precision": "fp32"})
+        Accelerator(*args, **kwargs, optimize={"precision": "fp32"})
     assert str(caught.value) == (
         "error[GA407]: Accelerator(mixed_precision='bf16'), but optimize={'precision': 'fp32'}\n"
         "  help: leave one out, or pin the same:  optimize={'precision': 'bf16'}\n"
