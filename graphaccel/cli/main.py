@@ -20,6 +20,7 @@ from graphaccel.cli.pin_options import add_pins, byte_count, pin_pairs, pins_of,
 from graphaccel.cli.train import add_train
 from graphaccel.errors import (
     BadCluster,
+    BatchNotDivisible,
     GraphAccelError,
     InfeasiblePlan,
     UnknownDevice,
@@ -48,7 +49,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("GRAPHACCEL_TRACEBACK") == "full":
             raise
         print(error, file=sys.stderr)
-        return _EXIT_CODES.get(type(error), 1)
+        return _exit_code(error)
+
+
+def _exit_code(error: GraphAccelError) -> int:
+    if isinstance(error, BatchNotDivisible) and error.devices:  # whatever is pinned
+        return NOTHING_FITS
+    return _EXIT_CODES.get(type(error), 1)
 
 
 Commands: TypeAlias = "argparse._SubParsersAction[_Parser]"

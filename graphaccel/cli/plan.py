@@ -28,6 +28,7 @@ from graphaccel.planner.cluster.cluster import Cluster, cluster_name
 from graphaccel.planner.cluster.cluster_file import read_cluster, write_cluster
 from graphaccel.planner.estimate.estimate import predict_seconds
 from graphaccel.planner.explain import what_if as whatif
+from graphaccel.planner.explain.lower_precision import bf16_gain
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.profile.rate_correction import model_key, step_time, with_step
 from graphaccel.planner.search.branch_and_bound import solve_all
@@ -36,6 +37,7 @@ from graphaccel.progress import progress
 from graphaccel.proof.comparison import pair_of
 from graphaccel.proof.first_step import prove
 from graphaccel.report.assumptions import assumed_of
+from graphaccel.report.brief import brief_text
 from graphaccel.report.compare import comparison
 from graphaccel.report.export import export, refusals
 from graphaccel.report.facts import Facts, RankMemory, gather, points, run_spans
@@ -137,7 +139,7 @@ class _PlannedJob:
         """Facts about the plan itself."""
         assert self.record.problem is not None
         layouts = self.record.problem.layouts
-        return gather(
+        facts = gather(
             self.plan,
             layouts.whole.step,
             self.cluster,
@@ -146,6 +148,9 @@ class _PlannedJob:
             layouts=layouts,
             program=self.program,
         )
+        assert facts.throughput is not None
+        faster = bf16_gain(self.record.problem, self.plan)
+        return replace(facts, throughput=replace(facts.throughput, faster=faster))
 
     def with_pins(self, pins: Mapping[str, object]) -> _PlannedJob | None:
         """Plan again with these pins; None where there is no such plan."""
@@ -297,7 +302,7 @@ def _show(args: argparse.Namespace, facts: Facts) -> None:
     elif args.format == "json":
         print(facts.to_json(), end="")
     else:
-        print(facts_text(facts if args.explain else replace(facts, explanation=None)), end="")
+        print(facts_text(facts) if args.explain else brief_text(facts), end="")
 
 
 def _save(args: argparse.Namespace, plan: Plan) -> list[str]:

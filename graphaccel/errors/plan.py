@@ -152,6 +152,7 @@ class TooManyDevices(GraphAccelError):
 class BatchNotDivisible(GraphAccelError):
     """The batch cannot be split into equal microbatches. allowed: microbatch counts that can be
     used. devices, batches: numbers of devices, and batches, near those requested that would work.
+    widest: the largest data axis that divides both; stages: into how many the graph can be cut.
     reason: why ignored rows cannot complete the batch.
     """
 
@@ -162,6 +163,8 @@ class BatchNotDivisible(GraphAccelError):
     allowed: tuple[int, ...]
     devices: tuple[int, ...] = ()
     batches: tuple[int, ...] = ()
+    widest: int = 1
+    stages: int = 0
     reason: str = ""
 
     def message(self) -> Message:
@@ -179,9 +182,13 @@ class BatchNotDivisible(GraphAccelError):
                 ),
             )
         if self.devices or self.batches:
+            left = self.data // self.widest
             return Message(
                 f"a batch of {self.batch} can not be shared by {self.data} devices",
-                why="no data axis divides both, and the graph has too few stages for a pipeline "
+                why=f"the largest data axis that divides both is {self.widest}, and the graph can "
+                f"be cut into {self.stages} stages, not into the {left} that are left"
+                if self.widest > 1
+                else "no data axis divides both, and the graph has too few stages for a pipeline "
                 "of all devices",
                 help=(
                     f"use another number of devices:  {listed(self.devices)}",

@@ -40,6 +40,7 @@ from graphaccel.report.certainty import (
 )
 from graphaccel.report.format import folded
 from graphaccel.report.plain import from_plain, to_plain
+from graphaccel.report.throughput import Throughput, throughput_of
 from graphaccel.schedule.table import COMPUTING
 
 SCHEMA = 1
@@ -169,7 +170,7 @@ class Facts:
     """The whole report as data.
 
     room: whether the fullest device has enough memory. reserve: what its allocator is assumed to
-    waste. calibration: where its rates come from.
+    waste. calibration: where its rates come from. throughput: FLOPs of a step and the precision.
     answers: to each `--why-not`, in the order in which they were asked.
     """
 
@@ -190,6 +191,7 @@ class Facts:
     calibration: Calibration | None = None
     answers: tuple[Answer, ...] = ()
     reserve: Reserve | None = None
+    throughput: Throughput | None = None
     schema: int = SCHEMA
 
     @property
@@ -247,6 +249,7 @@ def gather(
         room=room_of(plan.prediction.memory, cluster),
         calibration=calibration_of(cluster, plan.precision),
         reserve=reserve_of(cluster),
+        throughput=throughput_of(layouts.whole.step, plan, cluster),
     )
 
 

@@ -31,6 +31,7 @@ from graphaccel.report.format import (
 from graphaccel.report.ort import ort_lines
 from graphaccel.report.phases import phase_lines
 from graphaccel.report.placements import placement_lines
+from graphaccel.report.throughput import precision_line, rate_line
 from graphaccel.schedule.table import Action, Schedule
 from graphaccel.schedule.text import LEGEND, LEGEND_APART, gantt
 
@@ -68,7 +69,7 @@ def plan_report(
 
 def facts_text(facts: Facts) -> str:
     """The report of `facts` as text, with a newline at its end."""
-    sections = [_head(facts), _decisions(facts), _memory(facts), _time(facts), _why(facts)]
+    sections = [head_lines(facts), _decisions(facts), _memory(facts), _time(facts), _why(facts)]
     if facts.explanation is not None:
         sections.append(placement_lines(facts.plan))
         sections.append(explanation_lines(facts.explanation, facts.plan))
@@ -76,20 +77,27 @@ def facts_text(facts: Facts) -> str:
     return "\n\n".join("\n".join(lines) for lines in sections if lines) + "\n"
 
 
-def _head(facts: Facts) -> list[str]:
+def head_lines(facts: Facts, *, capture: bool = True) -> list[str]:
+    """The precision, the model, the cluster, what was captured, and what was assumed."""
     model, cluster = facts.model, facts.cluster
     tokens = f" x {model.tokens} tokens" if model.tokens is not None else ""
     kinds = plural(model.block_kinds, "kind")
     blocks = f", {model.blocks} blocks of {kinds}" if model.blocks else ""
     link = ", ".join(f"{x.name} {x.bandwidth / 1e9:.3g} GB/s" for x in cluster.links)
-    lines = [
+    told = facts.throughput
+    lines = [precision_line(facts.plan, told)] if told is not None else []
+    lines += [
         f"model   {model.name}   {model.parameters:,} parameters in "
         f"{plural(model.tensors, 'tensor')}, batch {model.batch}{tokens}",
         f"cluster {facts.plan.devices} x {cluster.device.name}, "
         f"{format_bytes(cluster.device.memory)} each" + (f", {link}" if cluster.count > 1 else ""),
-        f"capture {model.forward_ops + model.backward_ops:,} ops (forward {model.forward_ops:,}, "
-        f"backward {model.backward_ops:,}){blocks}",
     ]
+    if capture:
+        forward, backward = model.forward_ops, model.backward_ops
+        lines.append(
+            f"capture {forward + backward:,} ops (forward {forward:,}, backward {backward:,})"
+            f"{blocks}"
+        )
     return [*lines, f"assumed {facts.assumed}"] if facts.assumed else lines
 
 
@@ -106,7 +114,7 @@ def _decisions(facts: Facts) -> list[str]:
     if plan.reordered:
         lines += wrapped(f"neighbours on an axis: {_apart(plan)}")
     if plan.data > 1:
-        lines.append(f"  {_summed(plan)}")
+        lines.append(f"  {summed(plan)}")
     for row in facts.resting:
         lines += wrapped(
             f"over {row.axis} {row.size} rest the {row.what} of {row.tensors:,} of "
@@ -157,7 +165,7 @@ def _apart(plan: Plan) -> str:
     return f"{', '.join(each)} devices apart"
 
 
-def _summed(plan: Plan) -> str:
+def summed(plan: Plan) -> str:
     """How gradients are reduced over the data axis."""
     buckets = f"in buckets of {format_bytes(plan.bucket_bytes)}"
     if plan.zero < 2:
@@ -179,8 +187,24 @@ def _memory(facts: Facts) -> list[str]:
     memory, cluster = facts.prediction.memory, facts.cluster
     if not memory:
         return ["MEMORY  not predicted"]
+    top = max(memory, key=lambda m: (m.peak, -m.rank))
+    lines = shortened(memory_rows(facts), keep=(memory.index(top) + 1,))
+    lines += host_lines(facts)
+    context = format_bytes(cluster.context_bytes)
+    lines.append(clipped(f"  peak at: rank {top.rank}, {top.at}"))
+    lines += phase_lines(top, cluster)
+    lines.append(f"  other = context {context}, {reserve_text(reserve_of(cluster))}")
+    if top.uneven:
+        what = f"where {UNEVEN - 1:.0%} more tokens than an even share choose a device's experts"
+        then = max(m.tensors + m.uneven for m in memory)
+        lines.append(f"  +{format_bytes(top.uneven)} {what}: {room(then, cluster).verdict} then")
+    return [*lines, verdict_line(facts, top)]
+
+
+def memory_rows(facts: Facts) -> list[str]:
+    """A header, and the memory of each rank."""
+    memory, total = facts.prediction.memory, facts.cluster.device.memory
     unit, size = unit_of(max(m.tensors for m in memory))
-    total = cluster.device.memory
     names = [CATEGORIES.get(name, (name,))[0] for name in memory[0].parts]
     measured = dict(enumerate(facts.measured.memory)) if facts.measured else {}
     extra = ("measured",) if measured else ()
@@ -191,26 +215,18 @@ def _memory(facts: Facts) -> list[str]:
         if measured:
             cells.append(in_unit(measured[m.rank] + m.other, size))
         rows.append((f"  rank {m.rank} ({plural(copies, 'device')})", *cells, _bar(m, total)))
-    top = max(memory, key=lambda m: (m.peak, -m.rank))
-    lines = shortened(right_aligned(rows), keep=(memory.index(top) + 1,))
-    lines += _host(facts)
-    context = format_bytes(cluster.context_bytes)
-    lines.append(clipped(f"  peak at: rank {top.rank}, {top.at}"))
-    lines += phase_lines(top, cluster)
-    lines.append(f"  other = context {context}, {reserve_text(reserve_of(cluster))}")
-    if top.uneven:
-        what = f"where {UNEVEN - 1:.0%} more tokens than an even share choose a device's experts"
-        then = max(m.tensors + m.uneven for m in memory)
-        lines.append(f"  +{format_bytes(top.uneven)} {what}: {room(then, cluster).verdict} then")
-    free = total - top.peak
-    verdict = "fits" if free >= 0 else "does not fit"
-    lines.append(f"  {verdict}: {format_bytes(abs(free))} {'free' if free >= 0 else 'too much'}")
-    if facts.room is not None:
-        lines[-1] += f"; {facts.room.verdict}: {facts.room.reason}"
-    return lines
+    return right_aligned(rows)
 
 
-def _host(facts: Facts) -> list[str]:
+def verdict_line(facts: Facts, top: StageMemory) -> str:
+    """Whether the plan fits, and how surely. top: the fullest rank."""
+    free = facts.cluster.device.memory - top.peak
+    said = "fits" if free >= 0 else "does not fit"
+    said = f"  {said}: {format_bytes(abs(free))} {'free' if free >= 0 else 'too much'}"
+    return said if facts.room is None else f"{said}; {facts.room.verdict}: {facts.room.reason}"
+
+
+def host_lines(facts: Facts) -> list[str]:
     """What each rank holds on its host, where the plan offloads something."""
     host, plan = facts.cluster.host, facts.plan
     if not plan.offload or host is None:
@@ -237,19 +253,15 @@ def _bar(m: StageMemory, total: int) -> str:
 
 
 def _time(facts: Facts) -> list[str]:
-    p = facts.prediction
-    terms = []
-    for name, value in p.terms.items():
-        share = f" ({value / p.seconds if p.seconds else 0:.1%})" if name == "bubble" else ""
-        terms.append(f"{term_name(name)} {seconds_text(value)}{share}")
-    lines = [
-        f"TIME    {seconds_text(p.seconds)} per step, predicted",
-        f"  {' · '.join(terms)}",
-    ]
+    lines = [time_line(facts)]
     rates = facts.calibration
     if rates is not None:
         said = wrapped(f"calibration level {rates.level}: {rates.source}")
-        lines[1:1] = [*said, f"  {error_text(rates)}"]
+        lines += [*said, f"  {error_text(rates)}"]
+    lines.append(f"  {terms_text(facts)}")
+    if facts.throughput is not None:
+        seconds = facts.prediction.seconds
+        lines += wrapped(rate_line(facts.plan, facts.throughput, facts.model.tokens, seconds))
     if facts.traffic:
         sent = [
             (
@@ -264,10 +276,6 @@ def _time(facts: Facts) -> list[str]:
         lines += ["  sent per step by a device, hidden or not:", *columns(sent)]
     measured = facts.measured
     if measured is not None:
-        lines[0] = (
-            f"TIME    predicted {seconds_text(p.seconds)} per step / measured "
-            f"{seconds_text(measured.seconds)}, {measured.seconds / p.seconds - 1:+.0%}"
-        )
         lines.append(
             f"  measured: median of {measured.steps} steps ({seconds_text(measured.fastest)} to "
             f"{seconds_text(measured.slowest)}) on {measured.where}"
@@ -278,6 +286,26 @@ def _time(facts: Facts) -> list[str]:
         apart = any(a.kind == "weight" for actions in schedule for a in actions)
         lines.append(f"  {LEGEND_APART if apart else LEGEND}")
     return lines
+
+
+def time_line(facts: Facts) -> str:
+    """The predicted seconds of a step, and the measured ones."""
+    seconds, measured = facts.prediction.seconds, facts.measured
+    if measured is None:
+        return f"TIME    {seconds_text(seconds)} per step, predicted"
+    return (
+        f"TIME    predicted {seconds_text(seconds)} per step / measured "
+        f"{seconds_text(measured.seconds)}, {measured.seconds / seconds - 1:+.0%}"
+    )
+
+
+def terms_text(facts: Facts) -> str:
+    """The parts of a step's time."""
+    p, terms = facts.prediction, []
+    for name, value in p.terms.items():
+        share = f" ({value / p.seconds if p.seconds else 0:.1%})" if name == "bubble" else ""
+        terms.append(f"{term_name(name)} {seconds_text(value)}{share}")
+    return " · ".join(terms)
 
 
 def _as_schedule(events: Sequence[Event]) -> tuple[Schedule, list[list[tuple[float, float]]]]:
@@ -314,7 +342,7 @@ def _why(facts: Facts) -> list[str]:
     else:
         lines.append("  no other way to use these devices was possible or allowed")
     terms = facts.prediction.terms
-    lines.append(f"  most of the time goes to {_owner(max(terms, key=lambda name: terms[name]))}")
+    lines.append(f"  most of the time goes to {owner_of(max(terms, key=lambda name: terms[name]))}")
     if facts.recompute is not None:
         lines.append(_recompute_price(facts))
     for note in (*plan.notes, plan.certificate):
@@ -322,7 +350,8 @@ def _why(facts: Facts) -> list[str]:
     return lines
 
 
-def _owner(term: str) -> str:
+def owner_of(term: str) -> str:
+    """What a term of the step's time is spent on, in words."""
     return {"bubble": "the pipeline's bubble", "optimizer": "the optimizer"}.get(
         term, term.replace("_", " ")
     )

@@ -226,3 +226,18 @@ def test_a_batch_that_no_number_of_devices_divides(devices: int, batches: str) -
         f"  help: or another global batch:  {batches}\n"
         "  explain: graphaccel explain GA206"
     )
+
+
+def test_groups_of_devices_that_are_too_large_for_a_pipeline() -> None:
+    """Nobody asked for 125 stages; the help lines work as they are."""
+    with pytest.raises(errors.BatchNotDivisible) as caught:
+        graphaccel.plan(Classifier(), small_batch(8), devices=1000)
+    assert str(caught.value) == (
+        "error[GA206]: a batch of 8 can not be shared by 1000 devices\n"
+        "  why:  the largest data axis that divides both is 8, and the graph can be cut into 2 stages, not into the 125 that are left\n"
+        "  help: use another number of devices:  4, 8, 16\n"
+        "  help: or another global batch:  500, 1000\n"
+        "  explain: graphaccel explain GA206"
+    )
+    for devices in caught.value.devices:
+        assert graphaccel.plan(Classifier(), small_batch(8), devices=devices).devices == devices

@@ -160,7 +160,8 @@ def test_megatron_splits_attention_as_was_asked(by: str, flags: list[str]) -> No
 
 def test_megatron_fsdp() -> None:
     text = export(facts(data=8, zero=3, recompute=_blocks(8)), "megatron")
-    assert "--use-megatron-fsdp\n--data-parallel-sharding-strategy optim_grads_params\n" in text
+    flags = ("--use-megatron-fsdp", "--ckpt-format fsdp_dtensor")
+    assert "\n".join((*flags, "--data-parallel-sharding-strategy optim_grads_params\n")) in text
     assert "--recompute-method uniform" in text
     assert "--bf16" not in text
 

@@ -26,9 +26,9 @@ from graphaccel.planner.profile.candidate_cuts import candidate_cuts
 from graphaccel.planner.search.recompute import block_options
 from graphaccel.planner.search.solve import Problem
 
-WORTH = 1.03
-"""How much faster a plan must be that shards what nobody asked to shard
-(`planner.search.search`)."""
+WORTH, RESOLVED = 0.03, 1e-3
+"""Of a step, and at most in seconds: how much a plan must save that shards what nobody asked to
+shard (`planner.search.search`)."""
 
 
 @dataclass(frozen=True)
@@ -218,8 +218,8 @@ def _found(problem: Problem, pins: Mapping[str, Any], mesh: Plan, plan: Plan) ->
         for simulated in (True, False)
     )
     memory = predict_memory(profile, plan, cluster, problem.optimizer_bytes, problem.stepping)
-    weight = 1.0 if _asked_for(pins, plan) else WORTH
-    return Found(plan, mesh, played, closed, played * weight, max(m.peak for m in memory))
+    more = 0.0 if _asked_for(pins, plan) else min(WORTH * played, RESOLVED)
+    return Found(plan, mesh, played, closed, played + more, max(m.peak for m in memory))
 
 
 def _asked_for(pins: Mapping[str, Any], plan: Plan) -> bool:

@@ -101,7 +101,7 @@ def _against(
     elif _same(found, plan):
         verdict, reason = "chosen", "it is the plan that was chosen"
     elif gain >= 0:
-        reason = no_slower(gain, _against_it(record, plan, asked, gain))
+        reason = no_slower(gain, seconds(plan), _against_it(record, plan, asked, gain))
     top = fullest(found)
     return Answer(
         ", ".join(f"{name}={_value_text(value)}" for name, value in asked.items()),
@@ -260,7 +260,7 @@ def _choice(record: Record, problem: Problem, plan: Plan, name: str, value: obje
     if gain >= 0:
         pinned = name in record.pins.names
         numerics = "changes numerics: only when pinned" if name == "precision" else ""
-        reason = no_slower(gain, "pinned otherwise" if pinned else numerics)
+        reason = no_slower(gain, seconds(plan), "pinned otherwise" if pinned else numerics)
     return Choice(said, best.name, seconds(best), peak, reason)
 
 

@@ -1,8 +1,10 @@
 """Best-first search over the candidates of a large problem, most promising first.
 
+The most promising mesh of each recipe of practice (`planner.search.recipes`) is solved first.
 `planner.search.heuristic` estimates which are most promising. Candidates are solved until no lower
 bound is below the best time, no estimate is promising any more, or enough were solved: then
-`Outcome.open` records what none of the rest can beat. The graphs of layouts are built on the way,
+the neighbours of the best (`planner.search.neighbours`), as long as one is better. `Outcome.open`
+records what none of the rest can beat. The graphs of layouts are built on the way,
 those with a tensor axis only first.
 """
 
@@ -14,9 +16,13 @@ from dataclasses import replace
 
 import numpy as np
 
+from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.search.candidate_queue import CandidateQueue, Row
-from graphaccel.planner.search.candidates import WORTH, Layout, plain_with
+from graphaccel.planner.search.candidates import Layout, Shape, plain_with, shard_sizes, weighed
 from graphaccel.planner.search.heuristic import estimate_best
+from graphaccel.planner.search.neighbours import neighbours, shape_of
+from graphaccel.planner.search.reasons import seconds
+from graphaccel.planner.search.recipes import RECIPES, Recipe
 from graphaccel.planner.search.search_state import Pass
 
 _SOLVED = 160  # candidates that are solved at most
@@ -24,6 +30,8 @@ _FEW = 32  # and at least, of deep models: of five the best was among the first 
 _FEW_KNOWN = 16  # the same, where the question is whether anything beats a plan already known
 _BLOCKS = 320_000  # divided by the square of the block count: solving and layouts cost by block
 _BUILT = 6  # layouts whose graphs are built at most; those with a tensor axis only always are
+_MORE = 4  # besides, for recipes and neighbours
+_NEAR = 48  # candidates around the best that are solved at most
 # Of 460 candidates of Llama-3-405B on 1,024 to 16,384 devices none took less than 0.94 of the
 # estimate on its layout's own graph; on the graph of another layout estimates were too short, by 0
 # to 37 %.
@@ -40,18 +48,19 @@ def best_first(work: Pass) -> Iterator[tuple[int, float]]:
 
 
 class _BestFirst:
-    """guessed: estimated seconds of each layout's best shape. slower: by which factor estimates
-    rose when the graph was built, by the axes of the layout. crowded: of each layout's shapes,
-    whether they are far from fitting without recomputation. taken: numbers of the shapes that were
-    handled. skipped: lower bounds of shapes that were not solved because of the memory they would
-    hold. built: the number of tensor axis sizes, plus the layouts built since. beyond: size of the
-    tensor axis above which no layout is built."""
+    """about: estimated seconds of each layout's shapes; guessed: of its best one. slower: by which
+    factor estimates rose when the graph was built, by the axes of the layout. crowded: of each
+    layout's shapes, whether they are far from fitting without recomputation. taken: numbers of the
+    shapes that were handled. skipped: lower bounds of shapes that were not solved because of the
+    memory they would hold. built: the number of tensor axis sizes, plus the layouts built since.
+    beyond: size of the tensor axis above which no layout is built."""
 
     def __init__(self, work: Pass) -> None:
         self.work = work
         self.groups = dict(work.meshes)
         self.queue = CandidateQueue()
         self.guessed: dict[Layout, float] = {}
+        self.about: dict[Layout, np.ndarray] = {}
         self.slower: dict[tuple[bool, bool], float] = {}
         self.crowded: dict[Layout, np.ndarray] = {}
         self.taken: dict[Layout, list[int]] = {layout: [] for layout in self.groups}
@@ -67,6 +76,10 @@ class _BestFirst:
         self.built = len({x.tensor for x in self.groups})
         few = _FEW if work.goal == math.inf else _FEW_KNOWN
         enough = min(_SOLVED, max(few, _BLOCKS // max(self.blocks, 1) ** 2))
+        if work.goal == math.inf:
+            for _ in self._usual():
+                yield len(work.choices), least
+        enough += self.solved
         while self.solved < enough:
             row = self.queue.pop()
             if row is None:
@@ -75,16 +88,95 @@ class _BestFirst:
                 self.beyond = math.inf  # nothing smaller fits
             elif row.seconds > _LIKELY * work.limit:
                 break
-            elif work.bound(row.first) * WORTH > work.limit:
+            elif weighed(work.bound(row.first)) > work.limit:
                 self.queue.back(row.rest)
             elif not work.bounds.built(row.layout):
                 self._make(row)
             else:
                 self.queue.back(row.rest)
-                self.taken[row.layout].append(row.index)
-                self._solve(row)
+                if row.index not in self.taken[row.layout]:
+                    self._solve(row.first)
+                    yield len(work.choices), least
+        if work.goal == math.inf:
+            for _ in self._around():
                 yield len(work.choices), least
         self._leave()
+
+    def _usual(self) -> Iterator[Shape]:
+        """Solve the most promising mesh of each recipe; yields them."""
+        node = self.work.problem.cluster.links[0].size
+        for recipe in RECIPES:
+            mesh = self._first(recipe, node)
+            if mesh is not None and self._can_build(mesh.layout):
+                mesh = self._first(recipe, node, mesh.layout)  # by the estimate on its own graph
+                if mesh is not None:
+                    self._solve(mesh)
+                    yield mesh
+
+    def _first(self, recipe: Recipe, node: int, within: Layout | None = None) -> Shape | None:
+        """The mesh of a recipe with the least estimate that was not solved yet."""
+        best: tuple[float, Shape] | None = None
+        for layout, meshes in self.groups.items():
+            if layout.tensor > self.beyond or within not in (None, layout) or not meshes:
+                continue
+            if not recipe.has_layout(layout, node):
+                continue
+            for place in np.argsort(self.about[layout], kind="stable").tolist():
+                about, mesh = float(self.about[layout][place]), meshes[place]
+                if about == math.inf or (best is not None and about >= best[0]):
+                    break
+                inside = self._inside(mesh.pipeline * mesh.interleave)
+                if recipe.has(mesh, node) and not inside and place not in self.taken[layout]:
+                    best = about, mesh
+                    break
+        return None if best is None else best[1]
+
+    def _around(self) -> Iterator[Shape]:
+        """Solve neighbours of the best plan so far, the most promising first, until none is better;
+        yields them."""
+        fitting, solved = self.work.outcome.fitting, self.solved
+        best: Plan | None = None
+        while fitting and self.solved < solved + _NEAR:
+            found = min(fitting, key=seconds)
+            if best is not None and seconds(found) >= seconds(best):
+                break
+            best = found
+            for mesh in self._near(best):
+                if self._can_build(mesh.layout):
+                    self._solve(mesh)
+                    yield mesh
+                better = seconds(min(fitting, key=seconds)) < seconds(best)
+                if better or self.solved >= solved + _NEAR:
+                    break
+
+    def _near(self, best: Plan) -> list[Shape]:
+        """The neighbours of a plan that were not solved and may be faster, by their estimates."""
+        work, found = self.work, []
+        sizes = shard_sizes(work.problem.cluster, best.data, best.model_parallel_size)
+        parts = tuple(0 if size == best.data else size for size in sizes)
+        for mesh in dict.fromkeys(neighbours(shape_of(best), parts)):
+            if mesh.layout not in self.groups or mesh.layout.tensor > self.beyond:
+                continue
+            place = work.places(mesh.layout).get(mesh)
+            if place is None or place in self.taken[mesh.layout]:
+                continue
+            about = float(self.about[mesh.layout][place])
+            if about < math.inf and work.bound(mesh) < seconds(best):
+                found.append((about, mesh.order, mesh))
+        return [mesh for *_, mesh in sorted(found)]
+
+    def _can_build(self, layout: Layout) -> bool:
+        """Whether the graph of a layout is built, or can be now."""
+        if self.work.bounds.built(layout):
+            return True
+        if layout not in self.groups or self.built >= _BUILT + _MORE:
+            return False
+        self.built += 1
+        if self.work.bounds.build(layout):
+            self._push(layout)
+            return True
+        self._impossible(layout)
+        return False
 
     def _push_all(self) -> None:
         """Push every layout, estimated on the graphs with a tensor axis only."""
@@ -111,16 +203,17 @@ class _BestFirst:
         if not meshes:
             return
         of, made = work.columns[layout], work.bounds.built(layout)
-        about, self.crowded[layout] = estimate_best(
+        self.about[layout], self.crowded[layout] = estimate_best(
             work.bounds, of, work.bounds.seconds(of, even=True)
         )
+        about = self.about[layout]
         self.guessed[layout] = float(about.min())
         if made and self.guessed[layout] < math.inf > before > 0:
             self.slower[_axes(layout)] = max(1.0, self.guessed[layout] / before)
         seen = (about <= _LIKELY * work.limit) & (made | (about < math.inf))
-        weighed = about * np.where(plain_with(work.pins, layout, of.zero), 1.0, WORTH)
-        weighed *= np.where(self._inside(of.pipeline * of.interleave), _INSIDE, 1.0)
-        self.queue.put(layout, meshes, np.where(seen, weighed, np.nan), of.order)
+        order = weighed(about, plain_with(work.pins, layout, of.zero))
+        order = order * np.where(self._inside(of.pipeline * of.interleave), _INSIDE, 1.0)
+        self.queue.put(layout, meshes, np.where(seen, order, np.nan), of.order)
 
     def _inside(self, stages: int | np.ndarray) -> bool | np.ndarray:
         """Whether a stage would be smaller than a block, without a pin that asks for so many
@@ -149,9 +242,10 @@ class _BestFirst:
         meshes = self.groups.pop(layout)
         self.work.outcome.tally.impossible += len(self.work.choices) * len(meshes)
 
-    def _solve(self, row: Row) -> None:
-        """Solve the first candidate of a row with each recompute choice."""
-        work, mesh, bound = self.work, row.first, self.work.bound(row.first)
+    def _solve(self, mesh: Shape) -> None:
+        """Solve a mesh with each recompute choice."""
+        work, bound, place = self.work, self.work.bound(mesh), self.work.place(mesh)
+        self.taken[mesh.layout].append(place)
         tally, choices = work.outcome.tally, work.choices
         within = work.limit < math.inf and self._inside(mesh.pipeline * mesh.interleave)
         if work.is_misfit(mesh) or within:
@@ -161,7 +255,7 @@ class _BestFirst:
         for choice in choices:
             if mesh in work.settled:
                 tally.pruned += 1
-            elif choice == "none" and self.crowded[row.layout][row.index] and len(choices) > 1:
+            elif choice == "none" and self.crowded[mesh.layout][place] and len(choices) > 1:
                 self.skipped.append(bound)
                 work.outcome.cramped = min(work.outcome.cramped, bound)
                 tally.pruned += 1
@@ -178,7 +272,7 @@ class _BestFirst:
                 free = np.delete(work.shape_bounds(layout).seconds, self.taken[layout])
                 work.outcome.tally.pruned += len(work.choices) * len(free)
                 found.append(free)
-        skipped, *rest = (bounds[bounds * WORTH <= work.limit] for bounds in found)
+        skipped, *rest = (bounds[weighed(bounds) <= work.limit] for bounds in found)
         many = len(work.choices) * sum(map(len, rest)) + len(skipped)
         if many:
             work.outcome.open = many, float(np.concatenate([skipped, *rest]).min())

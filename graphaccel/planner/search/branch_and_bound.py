@@ -13,7 +13,7 @@ from itertools import chain
 
 from graphaccel.planner.plan.pins import Pins
 from graphaccel.planner.search.best_first import best_first
-from graphaccel.planner.search.candidates import WORTH, Layout, Shape, plain
+from graphaccel.planner.search.candidates import Layout, Shape, plain, weighed
 from graphaccel.planner.search.exhaustive import solve_whole
 from graphaccel.planner.search.impossible import indivisible, no_shape
 from graphaccel.planner.search.reasons import mesh_key, seconds
@@ -23,6 +23,11 @@ from graphaccel.planner.search.solve import Outcome, Problem, Shared
 
 MANY = 20_000
 """The number of candidates above which only the most promising are solved, best first."""
+_SPLITS = frozenset(
+    ("tensor", "context", "expert", "data", "pipeline", "interleave", "microbatches", "cuts",
+     "stage_of", "shard_size")
+)  # fmt: skip
+"""Pins that leave no choice of how many stages there are."""
 
 
 def solve_all(
@@ -61,7 +66,7 @@ def solve_all(
     if not outcome.fitting and outcome.closest is None and outcome.too_many is not None:
         if problem.limits.data and pins.pipeline is None:  # the data axis is what is missing
             raise no_shape(problem, pins, batch)
-        if not pins.names and math.gcd(batch, problem.cluster.count) == 1:
+        if not _SPLITS.intersection(pins.names) and batch % problem.cluster.count:
             raise indivisible(problem.cluster.count, batch, outcome.too_many.possible)
         raise outcome.too_many
     outcome.fitting = [plan for plan in outcome.fitting if seconds(plan) <= goal]
@@ -123,7 +128,7 @@ def _others(work: Pass) -> Iterator[tuple[int, float]]:
     left = len(work.choices) * len(more) + sum(many.values())
     while heap:
         bound, _, item = heapq.heappop(heap)
-        if work.prune and bound * WORTH > work.limit:
+        if work.prune and weighed(bound) > work.limit:
             break
         if isinstance(item, Shape):
             if work.prune and work.known(item):
@@ -144,7 +149,7 @@ def _others(work: Pass) -> Iterator[tuple[int, float]]:
         else:
             for mesh in work.others[item]:
                 tight = work.bound(mesh)
-                if work.prune and tight * WORTH > work.limit:
+                if work.prune and weighed(tight) > work.limit:
                     continue  # it would be reached after the end of the search
                 for choice in work.choices:
                     shape = mesh._replace(recompute=choice)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from graphaccel.capture.stepgraph import StepGraph
@@ -27,9 +28,16 @@ from graphaccel.planner.search.solve import Problem
 from graphaccel.schedule.table import SCHEDULE_NAMES
 
 _FEW = 8  # devices up to which ZeRO is offered over every part of the data axis
-WORTH = 1.03
-"""How much faster a plan must be to use axes or ZeRO that were not pinned: the time model can not
-resolve smaller differences."""
+
+
+_WORTH, _RESOLVED = 0.03, 1e-3
+
+
+def weighed(seconds: Any, simple: Any = False) -> Any:
+    """Seconds by which plans are compared: what shards more than the pins ask for (not `simple`)
+    must save 3 % of a step, or a millisecond; the time model can not resolve less of short steps.
+    Of numbers or columns."""
+    return seconds + np.where(simple, 0.0, np.minimum(_WORTH * seconds, _RESOLVED))
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from graphaccel.planner.plan.pins import Pins
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.profile.candidate_cuts import candidate_cuts
 from graphaccel.planner.search.bounds import Bounds, columns
-from graphaccel.planner.search.candidates import WORTH, Layout, Shape, plain
+from graphaccel.planner.search.candidates import Layout, Shape, plain, weighed
 from graphaccel.planner.search.reasons import mesh_key, seconds
 from graphaccel.planner.search.recompute import block_options
 from graphaccel.planner.search.solve import Outcome, Problem, chunked, excess
@@ -40,7 +40,7 @@ def solve_whole(
     if problem.stages or pins.recompute in ("some", "selective"):
         return
     best = outcome.fitting[0] if outcome.fitting else None
-    limit = goal if best is None else seconds(best) * _weight(pins, best)
+    limit = goal if best is None else _weighed(pins, best, seconds(best))
     left = _left(problem, pins, bounds, meshes, limit)
     ways = sum(_how_many(problem, pins, mesh.on(bounds.plan(mesh.layout))) for _, _, mesh in left)
     if ways > _CUTS:
@@ -53,7 +53,7 @@ def solve_whole(
         for plan in _plans(problem, pins, mesh.on(bounds.plan(mesh.layout))):
             floor = 0.0
             for blocks in _sets(problem, pins, plan):
-                if floor * _weight(pins, plan) >= limit * _BETTER:
+                if _weighed(pins, plan, floor) >= limit * _BETTER:
                     break
                 if tried == _PLANS:
                     outcome.whole = False
@@ -65,7 +65,7 @@ def solve_whole(
                 one = problem.predicted(one, simulated=True)
                 if not blocks:
                     floor = _floor(one)
-                time = seconds(one) * _weight(pins, one)
+                time = _weighed(pins, one, seconds(one))
                 if time < limit * _BETTER and excess(one, problem.cluster) <= 0:
                     limit = time
                     found.append(one)
@@ -89,9 +89,9 @@ def _left(
         of = columns(every, bounds.batch)
         rows = zip(every, bounds.seconds(of).tolist(), bounds.too_big(of).tolist(), strict=True)
         for mesh, bound, big in rows:
-            weighed = bound * _weight(pins, mesh)
-            if weighed < limit and not big:
-                found.append((weighed, mesh.order, mesh))
+            least = _weighed(pins, mesh, bound)
+            if least < limit and not big:
+                found.append((least, mesh.order, mesh))
     return sorted(found, key=lambda row: row[:2])
 
 
@@ -114,8 +114,8 @@ def _gpipes(pins: Pins, own: Sequence[Shape]) -> list[Shape]:
     ]
 
 
-def _weight(pins: Pins, of: Shape | Plan) -> float:
-    return 1.0 if plain(pins, of) else WORTH
+def _weighed(pins: Pins, of: Shape | Plan, seconds: float) -> float:
+    return float(weighed(seconds, plain(pins, of)))
 
 
 def _positions(problem: Problem, plan: Plan) -> tuple[str, ...]:

@@ -9,7 +9,10 @@ from itertools import islice
 from graphaccel.errors import BadPin, BatchNotDivisible
 from graphaccel.planner.plan.offload import STAYING, offload_text
 from graphaccel.planner.plan.pins import Pins
+from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.search.solve import Problem
+
+_LONG = 0.25  # of a step is spent in the pipeline's bubble
 
 
 def no_shape(problem: Problem, pins: Pins, batch: int) -> Exception:
@@ -36,7 +39,7 @@ def no_shape(problem: Problem, pins: Pins, batch: int) -> Exception:
 
 
 def indivisible(count: int, batch: int, stages: int) -> BatchNotDivisible:
-    """The error where all devices together form neither a data axis nor a pipeline, with the
+    """The error where the devices that no data axis takes are too many for a pipeline, with the
     nearest device counts and batch sizes that would work."""
 
     def possible(devices: int, size: int) -> bool:
@@ -52,6 +55,23 @@ def indivisible(count: int, batch: int, stages: int) -> BatchNotDivisible:
         allowed=(),
         devices=tuple(sorted(devices)),
         batches=tuple(sorted(batches)),
+        widest=math.gcd(count, batch),
+        stages=stages,
+    )
+
+
+def uneven_note(plan: Plan, pins: Pins) -> str:
+    """Numbers of devices and of examples that divide each other, where a plan waits long for its
+    pipeline because those asked for do not; "" otherwise."""
+    told, count, batch = plan.prediction, plan.devices, plan.batch
+    assert told is not None
+    if pins.data or pins.pipeline or batch % count == 0 or told.bubble < _LONG * told.seconds:
+        return ""
+    fewer, more = max(n for n in range(1, count) if batch % n == 0), -(-batch // count) * count
+    return (
+        f"the bubble is {told.bubble / told.seconds:.0%} of the step, as {count} devices can not "
+        f"share a batch of {batch}: {fewer} {'device' if fewer == 1 else 'devices'} could, or they "
+        f"a batch of {more}"
     )
 
 

@@ -15,13 +15,13 @@ from graphaccel.planner.cluster.cluster import Cluster
 from graphaccel.planner.plan.pins import Pins
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.search.branch_and_bound import solve_all
-from graphaccel.planner.search.candidates import WORTH
 from graphaccel.planner.search.capabilities import offered
 from graphaccel.planner.search.reasons import seconds
 from graphaccel.planner.search.solve import Outcome, Problem, excess
 
 WORTH_COPIES = 1.1
 """The factor by which a step must be slower without offload."""
+_MORE_COPIES = 1.03  # as much faster must a plan be that copies more
 
 
 def solve_as_needed(problem: Problem, pins: Pins, batch: int) -> Outcome:
@@ -68,5 +68,5 @@ def faster_on_host(
         outcome = solve_all(problem, wanted, batch, goal=goal, shared=without.shared)
         (found if outcome.fitting else useless).append((wanted, outcome))
         if outcome.fitting:
-            goal = seconds(outcome.fitting[0]) / WORTH
+            goal = seconds(outcome.fitting[0]) / _MORE_COPIES
     return [*reversed(found), *useless]

@@ -14,7 +14,7 @@ from graphaccel.planner.plan.offload import host_excess, hosts, offload_text
 from graphaccel.planner.plan.pins import Pins
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.plan.prediction import Alternative, StageMemory
-from graphaccel.planner.search.candidates import WORTH
+from graphaccel.planner.search.candidates import weighed
 from graphaccel.planner.search.capabilities import offered
 from graphaccel.planner.search.solve import Outcome, Problem, excess
 
@@ -43,7 +43,9 @@ def seconds(plan: Plan) -> float:
 
 def time_text(took: float) -> str:
     """Seconds in three digits, as seconds or milliseconds."""
-    return f"{took:.3g} s" if took >= 1 else f"{took * 1e3:.3g} ms"
+    if took >= 999.5:
+        return f"{took:,.0f} s"
+    return f"{took:.3g} s" if took >= 0.9995 else f"{took * 1e3:.3g} ms"
 
 
 def alternatives(
@@ -52,17 +54,20 @@ def alternatives(
     cluster: Cluster,
     corrected: Cluster | None = None,
     refused: Collection[Plan] = (),
+    larger: Collection[tuple[int, ...]] = (),
 ) -> tuple[Alternative, ...]:
     """The best plan of each other mesh, those that fit first, then the fastest.
 
     corrected: the cluster with device memory reduced by the error of the memory estimate. refused:
-    decisions of plans that were built, and did not fit or could not run.
+    decisions of plans that were built, and did not fit or could not run. larger: kinds of plans
+    (`kind_of`) of which some turned out larger than estimated.
     """
 
     def reason(plan: Plan) -> str:
         if excess(plan, cluster) <= 0 and plan.decided(notes=()) in refused:
             return "was built, and does not fit or can not run"
-        if excess(plan, cluster) <= 0 < excess(plan, corrected or cluster):
+        alike = kind_of(plan) in larger
+        if alike and excess(plan, cluster) <= 0 < excess(plan, corrected or cluster):
             return "would not fit: plans like it turned out larger once built"
         return lost_because(plan, best, cluster)
 
@@ -79,6 +84,11 @@ def mesh_key(plan: Plan) -> tuple[int, ...]:
     return (plan.data, plan.pipeline, plan.tensor, plan.context, plan.expert)
 
 
+def kind_of(plan: Plan) -> tuple[int, ...]:
+    """Equal for plans whose estimates of memory are off alike: of one mesh and level of ZeRO."""
+    return (*mesh_key(plan), plan.zero)
+
+
 def lost_because(plan: Plan, best: Plan, cluster: Cluster) -> str:
     """Why `plan` lost: memory, the term of its time that grew most, or that it is no better."""
     missing = excess(plan, cluster)
@@ -91,7 +101,7 @@ def lost_because(plan: Plan, best: Plan, cluster: Cluster) -> str:
     assert theirs is not None
     slower = (mine.seconds / theirs.seconds - 1) * 100
     if slower <= 0:
-        return no_slower(1 - mine.seconds / theirs.seconds)
+        return no_slower(1 - mine.seconds / theirs.seconds, theirs.seconds)
     grown = {name: mine.terms[name] - theirs.terms.get(name, 0.0) for name in mine.terms}
     term = max(grown, key=lambda name: grown[name])
     more = grown[term]
@@ -99,15 +109,15 @@ def lost_because(plan: Plan, best: Plan, cluster: Cluster) -> str:
     return f"{how}: {TERMS.get(term, term)} +{time_text(more)}"
 
 
-def no_slower(gain: float, but: str = "") -> str:
+def no_slower(gain: float, took: float, but: str = "") -> str:
     """Why a plan that fits and takes no longer was not chosen. gain: the share of the step it
-    saves. but: what is wrong with it, if anything."""
+    saves. took: seconds of the chosen one. but: what is wrong with it, if anything."""
     said = f"{gain:.0%} faster" if gain >= 0.005 else "as fast"
     if but:
         return f"{said}, but {but}"
     if gain < 0.005:
         return f"{said}: ties go to the simpler plan"
-    if gain < WORTH - 1:
+    if weighed((1 - gain) * took) > took:
         return f"{said}, which is too little to be sure of and to shard more for"
     return said
 
@@ -225,7 +235,7 @@ def _without_pins(tried: _Changes, problem: Problem, pins: Pins) -> None:
 
 def _wider_clusters(tried: _Changes, asked: Problem, problem: Problem, free: Pins) -> None:
     """Try with more devices, until a plan fits. free: the pins without those of mesh axes."""
-    for factor in (2, 4, 8):
+    for factor in (2, 4, 8, 16, 32, 64):
         if asked.cluster.count * factor > MOST_DEVICES:
             break
         wider, change = wider_cluster(asked.cluster, factor)
@@ -241,7 +251,7 @@ def _host_excess(plan: Plan, cluster: Cluster) -> int:
 
 def _effect(plan: Plan, wanted: Pins) -> str:
     """Peak and seconds of a plan that fits, and what it offloads without a pin."""
-    effect = f"peak {format_bytes(fullest(plan).peak)}, {seconds(plan) * 1e3:.3g} ms"
+    effect = f"peak {format_bytes(fullest(plan).peak)}, {time_text(seconds(plan))}"
     if plan.offload and wanted.offload is None:
         effect += f", {offload_text(plan.offload)} on the host"
     return effect

@@ -8,6 +8,7 @@ from typing import Any
 
 from graphaccel.planner.plan.pins import Pins
 from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.search.reasons import time_text
 from graphaccel.planner.search.solve import Outcome, Problem
 
 Refine = Callable[[Plan], Plan]
@@ -82,7 +83,7 @@ class Record:
             gap = max(0.0, 1 - self.bound / _seconds(best))
             rest = (
                 f"stopped after {self.done}: none of the rest takes less than "
-                f"{self.bound * 1e3:.3g} ms, so the gap is at most {gap:.1%}"
+                f"{time_text(self.bound)}, so the gap is at most {gap:.1%}"
             )
         else:
             rest = "stopped before the programs were built: memory is an estimate"

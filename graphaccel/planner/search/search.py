@@ -8,9 +8,9 @@ each candidate order of its axes (`planner.plan.axis_orders`).
 First come the candidates that shard nothing beyond the pins. One of these is not solved if its
 lower bound (`planner.search.bounds`) is above the 32nd best so far. Then the others follow, by
 ascending bound, until no bound is below the best simulated time; the graph of a layout is built
-when its bound is reached. They count as 3 % slower than predicted: what is not pinned must be worth
-it. The 32 best are ranked again by simulating their schedules; then `refine`, which builds the real
-programs, decides on memory.
+when its bound is reached. What is not pinned must be worth it (`candidates.weighed`). The 32 best
+are ranked again by simulating their schedules; then `refine`, which builds the real programs,
+decides on memory.
 
 Nothing is offloaded unless that is pinned, or nothing fits without, or what fits takes much longer
 (`planner.search.offload_search`). A plan with offload takes longer than the same plan without: it
@@ -49,14 +49,22 @@ from graphaccel.planner.search.capabilities import (
     offered,
     planned_notes,
 )
+from graphaccel.planner.search.impossible import uneven_note
 from graphaccel.planner.search.offload_search import (
     faster_on_host,
     goal_of,
     missing,
     solve_as_needed,
 )
-from graphaccel.planner.search.reasons import alternatives, infeasible, seconds, time_text
+from graphaccel.planner.search.reasons import (
+    alternatives,
+    infeasible,
+    kind_of,
+    seconds,
+    time_text,
+)
 from graphaccel.planner.search.record import Record
+from graphaccel.planner.search.search_state import rank
 from graphaccel.planner.search.solve import Outcome, Problem, excess, scaled
 from graphaccel.sharding.solve.head_parallel import context_notes
 
@@ -122,7 +130,7 @@ def search(
         best,
         pinned=decided.names,
         alternatives=alternatives(
-            best, outcome.by_mesh, cluster, corrected.cluster, record.refused
+            best, outcome.by_mesh, cluster, corrected.cluster, record.refused, outcome.larger
         ),
         notes=(
             *outside_notes(step, best, cluster),
@@ -134,6 +142,7 @@ def search(
                 tensor=best.tensor,
             ),
             *_notes(step, cluster, limits),
+            *filter(None, [uneven_note(best, decided)]),
             *notes,
         ),
         certificate=outcome.tally.certificate(_gap(problem, best, outcome)),
@@ -215,7 +224,7 @@ def _gap(problem: Problem, best: Plan, outcome: Outcome) -> str:
         gap = max(0.0, 1 - bound / seconds(best))
         proved = (
             f"gap at most {gap:.1%} within the cost model: of {many} that were not solved none "
-            f"takes less than {bound:.3g} s"
+            f"takes less than {time_text(bound)}"
         )
     guessed = {axis: len(calls) for axis, calls in problem.layouts.guessed(best).items()}
     if not guessed:
@@ -236,15 +245,17 @@ def _proved(
     and the problem with corrected memory.
 
     Where the exact memory is above the estimate, everything is solved again with device memory
-    reduced by the same factor: the error of the estimate is usually the same for all plans of one
-    model. If no plan is left then, the error differs between plans, and those with the least
-    estimated memory are built.
+    reduced by the same factor: the error of the estimate is usually the same for plans of one kind
+    (`kind_of`). Of each other kind the fastest plan is built as well, where the estimate has it
+    faster than what is solved again. If no plan is left then, those with the least estimated memory
+    are built.
     """
     if refine is None:
         return outcome.fitting[0], (), problem
-    notes: list[str] = []
+    notes: list[tuple[str, str]] = []
     refused: SplitRefused | TooManyStages | None = None
     corrected, queue, tried, wrong_alike = problem, list(outcome.fitting), set(), True
+    again: list[Plan] = []
     while queue and len(tried) < _REFINED:
         plan = queue.pop(0)
         if _decisions(plan) in tried:
@@ -254,27 +265,45 @@ def _proved(
             exact = refine(plan)
         except (SplitRefused, TooManyStages) as error:
             refused = refused or error
-            notes.append(f"{plan.name}: {error.message().sentence}")
+            notes.append((plan.name, error.message().sentence))
             dropped.add(_decisions(plan))
             continue
-        missing = excess(exact, problem.cluster)
-        if missing <= 0:
-            if not wrong_alike:
+        if excess(exact, problem.cluster) <= 0:
+            if outcome.larger and not again:
                 _leave_open(outcome, exact, tried)
-            return exact, tuple(notes), corrected
-        notes.append(f"{plan.name}: does not fit once built")
+            said = (f"{name}: {why}" for name, why in notes if name != exact.name)
+            return exact, tuple(said), corrected
+        notes.append((plan.name, "does not fit once built"))
         dropped.add(_decisions(plan))
         outcome.missed(exact, problem.cluster)
-        if wrong_alike:
-            corrected = scaled(problem, plan, exact)
-            corrected_pass = solve_all(corrected, pins, batch)
-            outcome.open = corrected_pass.open or outcome.open
-            queue = corrected_pass.fitting
-            if not queue:
-                wrong_alike, queue = False, sorted(outcome.fitting, key=_peak)
+        outcome.larger.add(kind_of(plan))
+        if not wrong_alike:
+            continue
+        smaller = scaled(problem, plan, exact)
+        if not again or smaller.cluster.device.memory < corrected.cluster.device.memory:
+            corrected, solved = smaller, solve_all(smaller, pins, batch)
+            outcome.open, again = solved.open or outcome.open, solved.fitting
+        queue = [*_of_other_kinds(problem, pins, outcome, again), *again]
+        if not queue:
+            wrong_alike, queue = False, sorted(outcome.fitting, key=_peak)
     if outcome.closest is None and refused is not None:
         raise refused
-    return None, tuple(notes), corrected
+    return None, tuple(f"{name}: {why}" for name, why in notes), corrected
+
+
+def _of_other_kinds(
+    problem: Problem, pins: Pins, outcome: Outcome, again: list[Plan]
+) -> list[Plan]:
+    """The fastest plan of each kind of which none turned out larger than estimated, where it is
+    faster than the best of `again`; the fastest first."""
+    first: dict[object, Plan] = {}
+    for plan in outcome.fitting:
+        if kind_of(plan) not in outcome.larger:
+            first.setdefault(kind_of(plan), plan)
+    best = seconds(again[0]) if again else math.inf
+    closer = [p for p in first.values() if seconds(p) < best]
+    played = [problem.predicted(p, simulated=True) for p in sorted(closer, key=seconds)[:_REFINED]]
+    return sorted((p for p in played if seconds(p) < best), key=lambda plan: rank(plan, pins))
 
 
 def _leave_open(outcome: Outcome, best: Plan, tried: set[Plan]) -> None:

@@ -24,13 +24,13 @@ from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.plan.prediction import Prediction
 from graphaccel.planner.search.bounds import Bounds, Columns, columns
 from graphaccel.planner.search.candidates import (
-    WORTH,
     Layout,
     Shape,
     layouts,
     meshes_of,
     plain,
     recomputes,
+    weighed,
 )
 from graphaccel.planner.search.reasons import mesh_key, seconds
 from graphaccel.planner.search.solve import Outcome, Problem, Shared, excess, in_orders
@@ -71,10 +71,10 @@ class Pass:
     """The candidates of a problem, their bounds, and what was solved.
 
     own, others: meshes of the pinned layout and of the other layouts; meshes: of each layout.
-    columns: their columns. choices: recompute choices. goal: seconds; limit: weighed seconds of the
-    best plan so far, simulated, or the goal. times: weighed seconds of plans that fit, ascending.
-    late: candidates that are too big before anything is computed. settled: meshes of which
-    something fits.
+    columns: their columns. choices: recompute choices. goal: seconds; limit: weighed seconds
+    of the best plan so far, simulated, or the goal. times: weighed seconds of plans that fit. late:
+    candidates that are too big before anything is computed. settled: meshes of which something
+    fits.
     """
 
     def __init__(
@@ -143,10 +143,13 @@ class Pass:
 
     def place(self, mesh: Shape) -> int:
         """The index of a mesh among those of its layout."""
-        layout = mesh.layout
+        return self.places(mesh.layout)[mesh]
+
+    def places(self, layout: Layout) -> dict[Shape, int]:
+        """The meshes of a layout, with their indices."""
         if layout not in self._places:
             self._places[layout] = {own: i for i, own in enumerate(self.meshes[layout])}
-        return self._places[layout][mesh]
+        return self._places[layout]
 
     def bound(self, mesh: Shape) -> float:
         """Seconds that a mesh can not beat, however much is recomputed."""
@@ -213,7 +216,7 @@ class Pass:
 
     def _solved(self, plan: Plan) -> bool:
         """Record a solved candidate in one order of its axes; returns whether it fits."""
-        problem, pins, outcome = self.problem, self.pins, self.outcome
+        problem, outcome = self.problem, self.outcome
         known = outcome.by_mesh.get(mesh_key(plan))
         outcome.seen.append(plan)
         fits = excess(plan, problem.cluster) <= 0
@@ -222,16 +225,14 @@ class Pass:
             outcome.cramped = min(outcome.cramped, seconds(plan))
         else:
             outcome.fitting.append(plan)
-            bisect.insort(self.times, weighed(plan, pins))
+            bisect.insort(self.times, weighed_of(plan, self.pins))
             long = plan.microbatches * plan.stages > _PLAYED  # simulating it takes seconds
-            if weighed(plan, pins) < self.limit and not long:
-                self.limit = min(self.limit, self._weigh(plan, self._played(plan).seconds))
-        if _better(plan, known, problem.cluster, pins):
+            if weighed_of(plan, self.pins) < self.limit and not long:
+                simple = plain(self.pins, plan)
+                self.limit = min(self.limit, float(weighed(self._played(plan).seconds, simple)))
+        if _better(plan, known, problem.cluster, self.pins):
             outcome.by_mesh[mesh_key(plan)] = plan
         return fits
-
-    def _weigh(self, plan: Plan, seconds: float) -> float:
-        return seconds if plain(self.pins, plan) else seconds * WORTH
 
     def _played(self, plan: Plan) -> Prediction:
         """The plan's times by simulating its schedule."""
@@ -262,14 +263,15 @@ class Pass:
             outcome.by_mesh[mesh_key(plan)] = plan
 
 
-def weighed(plan: Plan, pins: Pins) -> float:
-    """Predicted seconds, a little more for what is sharded without a pin."""
-    return seconds(plan) if plain(pins, plan) else seconds(plan) * WORTH
+def weighed_of(plan: Plan, pins: Pins) -> float:
+    """Predicted seconds, `weighed`."""
+    return float(weighed(seconds(plan), plain(pins, plan)))
 
 
 def rank(plan: Plan, pins: Pins) -> tuple[object, ...]:
+    """Sort key of plans that fit: predicted seconds, weighed, then the simpler plan."""
     return (
-        weighed(plan, pins),
+        weighed_of(plan, pins),
         plan.microbatches,
         plan.pipeline,
         plan.interleave,

@@ -117,8 +117,9 @@ class Outcome:
     cut. kept: how many of the fitting were ranked by simulation. whole: every cut and set of blocks
     was tried (`planner.search.exhaustive`). open: the number of candidates that might be faster and
     were not solved, and seconds that they can not beat; None where there are none. cramped: least
-    seconds of what memory alone rules out, or a bound of them. shared: caches shared with other
-    searches for the same plan."""
+    seconds of what memory alone rules out, or a bound of them. larger: kinds of plans
+    (`reasons.kind_of`) of which some turned out larger than estimated. shared: caches shared with
+    other searches for the same plan."""
 
     fitting: list[Plan] = field(default_factory=list)
     seen: list[Plan] = field(default_factory=list)
@@ -132,6 +133,7 @@ class Outcome:
     whole: bool = False
     open: tuple[int, float] | None = None
     cramped: float = math.inf
+    larger: set[tuple[int, ...]] = field(default_factory=set)
     shared: Shared = field(default_factory=Shared)
 
     def beside(self, other: Outcome, cluster: Cluster) -> None:

@@ -117,7 +117,10 @@ def _sharded(plan: Plan, refused: Refused) -> _Flags:
         flags += _distributed_optimizer(plan, refused)
     elif plan.zero > 1:
         kept = {2: "optim_grads", 3: "optim_grads_params"}[plan.zero]
-        flags += [("use-megatron-fsdp", None), ("data-parallel-sharding-strategy", kept)]
+        flags += [
+            ("use-megatron-fsdp", None), ("ckpt-format", "fsdp_dtensor"),
+            ("data-parallel-sharding-strategy", kept),
+        ]  # fmt: skip
         if plan.shard_size:  # `no_shard`: nothing more is sharded over the replicas
             flags.append(("outer-dp-sharding-strategy", "no_shard"))
         if plan.zero == 3 and plan.reshard_after_forward == "never":

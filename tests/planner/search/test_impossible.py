@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphaccel.planner.plan.pins import divisors
-from graphaccel.planner.search.impossible import indivisible
+from graphaccel.planner.plan.pins import Pins, divisors
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.plan.prediction import Prediction
+from graphaccel.planner.search.impossible import indivisible, uneven_note
 
 
 @given(st.integers(1, 3000))
@@ -43,3 +47,15 @@ def test_of_a_million_devices_what_is_nearest_is_found_soon(
     told = indivisible(count, 7, 2)
     assert told.devices == (2, 7, 14)
     assert told.batches == batches
+
+
+def test_devices_and_batches_that_would_do_without_a_bubble_are_said() -> None:
+    told = Prediction(10.0, 2.0, 1.0, 7.0, 0.0)
+    plan = Plan(7, pipeline=7, batch=120, prediction=told)
+    assert uneven_note(plan, Pins()) == (
+        "the bubble is 70% of the step, as 7 devices can not share a batch of 120: 6 devices "
+        "could, or they a batch of 126"
+    )
+    assert not uneven_note(plan, Pins(pipeline=7))
+    assert not uneven_note(replace(plan, batch=126), Pins())
+    assert not uneven_note(replace(plan, prediction=replace(told, bubble=1.0)), Pins())

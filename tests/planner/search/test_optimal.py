@@ -30,7 +30,7 @@ from graphaccel.planner.profile.profile import Profile
 from graphaccel.planner.search.bounds import Bounds, columns
 from graphaccel.planner.search.candidates import Shape
 from graphaccel.planner.search.search import Conditions, search
-from graphaccel.planner.search.search_state import weighed
+from graphaccel.planner.search.search_state import weighed_of
 from graphaccel.planner.search.solve import Problem, _cuts
 from tests.support.captures import captured_once
 from tests.support.every_plan import Found, best_within, every_cut, every_plan, how_many
@@ -267,7 +267,7 @@ def test_the_best_plan_may_have_another_order() -> None:
     assert plan.reordered == ("data", "pipeline")
     usual = planned(drawn, {**pins, "order": ("pipeline", "data")}, 1 << 40)
     assert usual is not None
-    assert weighed(plan, Pins(**pins)) < weighed(usual, Pins(**pins)) * 0.98
+    assert weighed_of(plan, Pins(**pins)) < weighed_of(usual, Pins(**pins)) * 0.98
 
 
 def test_stages_that_are_unlike_each_other() -> None:
@@ -288,7 +288,7 @@ def test_a_search_of_a_larger_problem_is_near_it(seed: int) -> None:
             plan, best = planned(drawn, pins, memory), best_within(own, memory)
             if plan is not None:
                 most = 1 + 1e-9 if memory == max(one.peak for one in found) else BLOCKS
-                assert weighed(plan, Pins(**pins)) <= best * most, (plan.name, memory, pins)
+                assert weighed_of(plan, Pins(**pins)) <= best * most, (plan.name, memory, pins)
 
 
 def levels(found: list[Found], drawn: Mapping[str, Any]) -> list[int]:
@@ -316,7 +316,7 @@ def check(drawn: Mapping[str, Any]) -> None:
         plan, best = planned(drawn, pins, memory), best_within(found, memory)
         assert (plan is None) == (best == inf), (pins, memory)
         if plan is not None:
-            assert weighed(plan, Pins(**pins)) == pytest.approx(best, rel=1e-9), (
+            assert weighed_of(plan, Pins(**pins)) == pytest.approx(best, rel=1e-9), (
                 plan.name, plan.cuts, plan.recompute, memory, pins,
             )  # fmt: skip
             assert "with every cut and every set of blocks" in plan.certificate

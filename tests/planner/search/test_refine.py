@@ -11,6 +11,7 @@ from graphaccel import errors
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.planner.cluster.cluster import Cluster
 from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.search.reasons import kind_of, seconds
 from graphaccel.planner.search.search import search
 
 Captured = Callable[[str], StepGraph]
@@ -47,7 +48,7 @@ def test_refine_has_the_last_word(captured: Captured, made_up: MadeUp) -> None:
 
 
 def test_an_estimate_that_is_wrong_for_one_plan_only(captured: Captured, made_up: MadeUp) -> None:
-    """Corrected by as much, none would fit: those that were thought to need least are built."""
+    """Corrected by as much, none would fit: the fastest plan of another kind is built."""
     built: list[Plan] = []
 
     def refine(plan: Plan) -> Plan:
@@ -62,8 +63,39 @@ def test_an_estimate_that_is_wrong_for_one_plan_only(captured: Captured, made_up
 
     plan = search(captured("gpt"), made_up(2), pins={}, optimizer_bytes=8, refine=refine)
     assert len(built) == 2
+    assert kind_of(built[0]) != kind_of(built[1])
     assert "gap at most" in plan.certificate  # the ones between were faster, and were not built
     assert plan.decided(notes=()) == built[1].decided(notes=())
+
+
+@pytest.mark.parametrize("times", [1.5, 1000.0])
+def test_plans_of_one_kind_that_turn_out_larger_do_not_rule_out_another(
+    captured: Captured, made_up: MadeUp, times: float
+) -> None:
+    """The plan is as fast as the fastest that can be pinned, and not among those left out."""
+    first: list[tuple[int, ...]] = []
+
+    def refine(plan: Plan) -> Plan:
+        assert plan.prediction is not None
+        first.append(kind_of(plan))
+        wrong = times if kind_of(plan) == first[0] else 1.0
+        memory = tuple(replace(m, peak=int(wrong * m.peak)) for m in plan.prediction.memory)
+        return replace(plan, prediction=replace(plan.prediction, memory=memory))
+
+    def planned(**pins: object) -> Plan:
+        asked = {"optimizer_bytes": 8, "refine": refine}
+        return search(captured("gpt"), made_up(2, 1200), pins=pins, **asked)
+
+    plan = planned()
+    pinned = []
+    for data, zero in ((1, 0), (2, 0), (2, 2), (2, 3)):
+        try:
+            pinned.append(seconds(planned(data=data, zero=zero)))
+        except errors.InfeasiblePlan:
+            assert (data, 1, 1, 1, 1, zero) == first[0]
+    assert len(pinned) >= 3
+    assert seconds(plan) <= min(pinned)
+    assert not any(note.startswith(f"{plan.name}:") for note in plan.notes)
     assert any("does not fit once built" in note for note in plan.notes)
 
 

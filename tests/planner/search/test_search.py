@@ -30,7 +30,7 @@ from graphaccel.planner.search import branch_and_bound as solving
 from graphaccel.planner.search import search_state as one_pass
 from graphaccel.planner.search.branch_and_bound import solve_all
 from graphaccel.planner.search.search import Conditions, search
-from graphaccel.planner.search.search_state import weighed
+from graphaccel.planner.search.search_state import weighed_of
 from graphaccel.planner.search.solve import Problem
 
 Captured = Callable[[str], StepGraph]
@@ -94,7 +94,7 @@ def test_the_best_of_all_axes_is_that_of_brute_force(
     every = solve_all(problem, pins, 8, prune=False)
     assert every.tally.solved + every.tally.impossible == every.tally.candidates
     played = [problem.predicted(plan, simulated=True) for plan in every.fitting]
-    assert weighed(best, pins) == pytest.approx(min(weighed(plan, pins) for plan in played))
+    assert weighed_of(best, pins) == pytest.approx(min(weighed_of(p, pins) for p in played))
     assert {(p.tensor, p.context) for p in every.seen} >= {(1, 1), (2, 1), (1, 2)}
 
 
