@@ -21,7 +21,7 @@ from graphaccel.ort.kernels import Kernels, installed
 from graphaccel.ort.ops.table import FAMILIES
 from tests.ort.samples import CASES
 from tests.ort.support import graph_of, narrow, why_not
-from tests.support.calls import Draw
+from tests.support.ops.calls import Draw
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "onnxruntime.md"

@@ -13,7 +13,7 @@ import pytest
 
 from graphaccel import errors
 from graphaccel.errors.messages import Location, format_bytes
-from tests.errors import (
+from tests.errors.texts import (
     test_capture_texts,
     test_checkpoint_texts,
     test_compile_texts,

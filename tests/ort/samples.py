@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from graphaccel.ort.ops.table import TRANSLATIONS
-from tests.support import calls as c
-from tests.support import ops
-from tests.support.calls import Case
+from tests.support.ops import calls as c
+from tests.support.ops import cases as ops
+from tests.support.ops.calls import Case
 
 aten = torch.ops.aten
 

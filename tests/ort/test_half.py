@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from graphaccel.ort.kernels import Kernels
 from tests.ort.samples import CASES
 from tests.ort.support import graph_of, narrow, run, why_not
-from tests.support.calls import Draw
+from tests.support.ops.calls import Draw
 
 aten = torch.ops.aten
 # A half is right to 11 bits, a bfloat16 to 8; sums of a few terms lose two or three of them.

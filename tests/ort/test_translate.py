@@ -13,7 +13,7 @@ from graphaccel.ort.kernels import Kernels
 from graphaccel.ort.ops.table import TRANSLATIONS
 from tests.ort.samples import CASES
 from tests.ort.support import graph_of, narrow, run, why_not
-from tests.support.calls import Draw
+from tests.support.ops.calls import Draw
 
 aten = torch.ops.aten
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-11}

@@ -17,8 +17,8 @@ from graphaccel.sharding.rules.notation import output_shapes, shape_of, tensor_a
 from graphaccel.sharding.rules.prove import call_node
 from graphaccel.sharding.rules.shard import Row, Shard
 from graphaccel.sharding.rules.strategies import rows_of
-from tests.support.calls import Draw
-from tests.support.ops import CASES
+from tests.support.ops.calls import Draw
+from tests.support.ops.cases import CASES
 
 
 class Seeded(Draw):

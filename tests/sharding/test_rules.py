@@ -18,8 +18,8 @@ from graphaccel.sharding.rules.notation import Notation
 from graphaccel.sharding.rules.ops import collectives, factories
 from graphaccel.sharding.rules.prove import call_node, faults
 from graphaccel.sharding.rules.table import RULES, rule_of
-from tests.support.calls import Draw
-from tests.support.ops import CASES
+from tests.support.ops.calls import Draw
+from tests.support.ops.cases import CASES
 
 aten = torch.ops.aten
 Call = tuple[Any, tuple[Any, ...], dict[str, Any]]

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from graphaccel.sharding.rules.prove import call_node
-from tests.support.calls import Arguments, Case, Draw
+from tests.support.ops.calls import Arguments, Case, Draw
 
 
 class _Record(TorchDispatchMode):

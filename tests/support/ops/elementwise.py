@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from tests.support.calls import Case, Draw, binary_call
+from tests.support.ops.calls import Case, Draw, binary_call
 from tests.support.recorded import through
 
 aten = torch.ops.aten

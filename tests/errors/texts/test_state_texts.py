@@ -208,7 +208,7 @@ def test_a_value_that_is_another_one_when_the_step_starts(monkeypatch: pytest.Mo
     model, batch = Warming(), small_batch()
     graphaccel.optimize(model, devices=1)
     text = """\
-error[GA106]: `tests.errors.test_state_texts.WARM.scale` was 1.0 at capture and is 0.5 when the step starts
+error[GA106]: `tests.errors.texts.test_state_texts.WARM.scale` was 1.0 at capture and is 0.5 when the step starts
   --> test_state_texts.py:LINE
    LINE |         loss = super().forward(x * WARM.scale, y)
       |         ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^ the forward reads it

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.support.calls import Case, Draw
+from tests.support.ops.calls import Case, Draw
 from tests.support.recorded import Traced, through
 
 aten = torch.ops.aten

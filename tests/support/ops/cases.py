@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from graphaccel.kernels.ops.experts import GRADIENT, GROUPED_MATMUL
-from tests.support import calls as c
-from tests.support import calls_leading as leading
-from tests.support.calls import Case
-from tests.support.ops_elementwise import CASES as ELEMENTWISE
-from tests.support.ops_images import CASES as IMAGES
-from tests.support.ops_indexing import CASES as INDEXING
-from tests.support.ops_linalg import CASES as LINALG
+from tests.support.ops import calls as c
+from tests.support.ops import leading
+from tests.support.ops.calls import Case
+from tests.support.ops.elementwise import CASES as ELEMENTWISE
+from tests.support.ops.images import CASES as IMAGES
+from tests.support.ops.indexing import CASES as INDEXING
+from tests.support.ops.linalg import CASES as LINALG
 
 aten = torch.ops.aten
 

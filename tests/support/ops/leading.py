@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.support.calls import Arguments, Draw
+from tests.support.ops.calls import Arguments, Draw
 
 aten = torch.ops.aten
 

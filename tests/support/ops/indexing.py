@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from graphaccel.kernels.ops import ctc_loss
-from tests.support.calls import Arguments, Case, Draw, scatter_add_call, unary_call
+from tests.support.ops.calls import Arguments, Case, Draw, scatter_add_call, unary_call
 from tests.support.recorded import Traced, through
 
 aten = torch.ops.aten
