@@ -236,6 +236,7 @@ def _captured(
         if length >= 4:
             base[SEQUENCE] = length
             matrices = sequence_matrices(batch, dims, length, sequence)
+            wheres: list[Mapping[int, int]]
             wheres = [matrices] if matrices == sequence else [matrices, sequence]
             part = 4 if length // 2 == size >= LONG else 2
             wanted.append((SEQUENCE, length // part, wheres))

@@ -20,7 +20,7 @@ from graphaccel.capture.batch import Batch, batch_size, has_dims, resized, seque
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH, SEQUENCE, evaluate
 from graphaccel.errors import BatchNotDivisible
-from graphaccel.ir.values import returned
+from graphaccel.ir.values import operands, returned
 from graphaccel.passes.microbatch.exact_microbatch import batch_placement, is_quantity
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.progress import progress
@@ -261,7 +261,7 @@ def _counts_rows(node: fx.Node) -> bool:
 
 def _nll_loss(node: fx.Node, states: Mapping[fx.Node, _State]) -> _State | None:
     """A loss of labels: nothing of rows whose labels are ignored."""
-    _, target, _, reduction, ignored = node.args
+    _, target, _, reduction, ignored = operands(node)
     if states[target].value != ignored:
         return None
     return _State("rows", 0.0) if reduction == 0 else _CLEAN
@@ -269,7 +269,7 @@ def _nll_loss(node: fx.Node, states: Mapping[fx.Node, _State]) -> _State | None:
 
 def _value(node: fx.Node, states: Mapping[fx.Node, _State]) -> float | None:
     """What a result holds throughout in the ignored rows, or everywhere, where that is known."""
-    values = [states[a].value if isinstance(a, fx.Node) else a for a in node.args]
+    values = [states[a].value if isinstance(a, fx.Node) else a for a in operands(node)]
     if node.target in _VIEWS:
         return values[0]
     if node.target is aten.constant_pad_nd.default:
@@ -291,9 +291,9 @@ def _computed(node: fx.Node, states: Mapping[fx.Node, _State]) -> float | None:
     """The value of an elementwise op whose arguments are all known."""
     target: Any = node.target
     if target is aten.scalar_tensor.default:
-        return node.args[0]  # type: ignore[return-value]
+        return operands(node)[0]
     if target in (aten.full.default, aten.full_like.default):
-        return node.args[1]  # type: ignore[return-value]
+        return operands(node)[1]
     known = [states[n].value for n in node.all_input_nodes]
     if not known or any(value is None for value in known):
         return None
@@ -305,6 +305,7 @@ def _computed(node: fx.Node, states: Mapping[fx.Node, _State]) -> float | None:
     def constant(argument: Any) -> Any:
         if not isinstance(argument, fx.Node):
             return argument
-        return torch.full((), states[argument].value, dtype=argument.meta["val"].dtype)
+        value: Any = states[argument].value
+        return torch.full((), value, dtype=argument.meta["val"].dtype)
 
     return target(*map(constant, node.args), **dict(node.kwargs)).item()

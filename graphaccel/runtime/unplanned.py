@@ -27,9 +27,7 @@ class Unplanned:
         self, optimizer: torch.optim.Optimizer | None, planned: Callable[[], bool]
     ) -> None:
         self._planned, self._trained = planned, False
-        self._refuses = optimizer is not None
-        if optimizer is not None:
-            optimizer.register_step_pre_hook(self._before_step)
+        self._optimizer = optimizer  # without a hook until there is something to refuse
 
     def watch(self, output: Any) -> None:
         """Notice a backward from what a plain forward returned."""
@@ -40,9 +38,13 @@ class Unplanned:
                 leaf.register_hook(self._mark)
 
     def _mark(self, _gradient: Tensor) -> None:
-        if not self._trained and not self._refuses:
-            progress("not planned", _WHAT, 0.0)
+        if self._trained:
+            return
         self._trained = True
+        if self._optimizer is None:
+            progress("not planned", _WHAT, 0.0)
+        else:
+            self._optimizer.register_step_pre_hook(self._before_step)
 
     def _before_step(self, *_: Any) -> None:
         """Raises GraphMisuse (GA407)."""
