@@ -160,6 +160,12 @@ def _batch_placement(step: StepGraph, over_time: bool) -> BatchPlacement:
         for spec, node in results.items()
         if spec.kind == "output" and isinstance(_place(placed, node), Shard)
     ]
+    if BATCH in step.sizes:
+        odd += [
+            Conflict(node, "its dim of the examples has the same size for every batch")
+            for node in step.graph.graph.nodes
+            if node.op == "call_function" and not _grows(node, _place(placed, node))
+        ]
     return replace(placed, conflicts=(*placed.conflicts, *odd))
 
 
@@ -209,6 +215,16 @@ def _limit(step: StepGraph, conflict: Conflict) -> Limit:
         None if line is None else Location(*line),
         outside=not step.has_loss,
     )
+
+
+def _grows(node: fx.Node, place: Any) -> bool:
+    """Whether of a value's dims the one of the batch grows with it, and no other does. A constant
+    size that the batch happens to fill (`x.view(2, -1, 3)`) does not."""
+    at = place.dim if isinstance(place, Shard) else place
+    if not isinstance(at, int) or not isinstance(node.meta.get("val"), torch.Tensor):
+        return True
+    dims = enumerate(node.meta["dims"])
+    return [d for d, n in dims if BATCH in getattr(n, "free_symbols", ())] == [at]
 
 
 def _batch_dim(node: fx.Node) -> int | None:

@@ -174,6 +174,17 @@ def test_mixing_ahead_of_the_weights_is_refused() -> None:
     assert limits.data.reason.endswith("what follows holds 45% of the model's parameters")
 
 
+def test_a_constant_size_that_the_batch_fills_is_refused() -> None:
+    # Of 8 examples and of 4 the first dim is 2: half of the batch is no half of that dim.
+    def halves(model: Model, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        summed = hidden.view(2, -1, 4).cumsum(1).reshape(hidden.shape)
+        return F.cross_entropy(model.second(summed), labels)
+
+    found = placed(halves).conflicts
+    assert found[0].node.target is torch.ops.aten.reshape.default
+    assert "same size for every batch" in found[0].reason
+
+
 def test_rows_found_by_their_number_split() -> None:
     """`h[arange(b), labels]`: row r of the result needs row r of h."""
 
