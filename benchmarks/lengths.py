@@ -72,7 +72,7 @@ def measure(devices: int) -> dict[str, Any]:
         "plan": ours.graphaccel.plan.name,
         "machine": {"cores": os.cpu_count(), "processor": processor()},
         "torch": torch.__version__,
-        "captures": len(ours.graphaccel._compiler.captures.steps),
+        "captures": len(ours.graphaccel.compiler.captures.steps),
         "processor_seconds_an_epoch": seconds,
         "later_epochs_over_eager": round(later[1] / later[0], 2),
     }

@@ -18,34 +18,24 @@ from graphaccel.planner.cluster.cluster_file import read_cluster
 from graphaccel.report.facts import Facts
 from tests.cli.test_plan import JOBS, MODEL
 
+# A batch of two: microbatches of one and two are timed.
+PAIR = """
+
+def pair():
+    return Model(), {"x": torch.zeros(2, 16), "y": torch.zeros(2, 16)}
+"""
+
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="plans for CPU processes")
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "net.py").write_text(MODEL)
-    (tmp_path / "jobs.py").write_text(JOBS)
+    (tmp_path / "jobs.py").write_text(JOBS + PAIR)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.delitem(sys.modules, "net", raising=False)
     return tmp_path
-
-
-@pytest.mark.multiprocess
-def test_measured_beside_predicted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    job = ("jobs.py:meta", "--devices", "2", "--device", "cpu", "--batch", "16")
-    pins = ("--pipeline", "2", "--interleave", "1", "--microbatches", "4")
-    shown = ("--measure", "3", "--format", "json")
-    assert cli.main(["plan", *job, *pins, *shown]) == 0
-    facts = Facts.from_json(capsys.readouterr().out)
-    measured = facts.measured
-    assert measured is not None
-    assert measured.steps == 3
-    assert 0 < measured.fastest <= measured.seconds <= measured.slowest
-    assert measured.where.startswith("2 processes on ")
-    assert len(measured.memory) == 2
-    for real, predicted in zip(measured.memory, facts.prediction.memory, strict=True):
-        assert real == pytest.approx(predicted.tensors, rel=0.02)
 
 
 @pytest.mark.multiprocess
@@ -58,26 +48,35 @@ def test_a_loss_outside_is_measured_too(folder: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.multiprocess
-def test_a_step_refines_a_cluster_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_step_is_measured_and_refines_a_cluster_file(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     job = ("plan", "jobs.py:meta", "--devices", "2", "--batch", "16")
-    pins = ("--data", "2", "--microbatches", "1", "--zero", "0", "--format", "json")
+    pins = ("--pipeline", "2", "--interleave", "1", "--microbatches", "4", "--format", "json")
     told = ("--measure", "3", "--refine", "cluster.json")
     assert cli.main([*job, "--device", "cpu", *pins, *told]) == 0
     out, err = capsys.readouterr()
     ran = Facts.from_json(out)
-    assert ran.measured is not None
+    measured = ran.measured
+    assert measured is not None
+    assert measured.steps == 3
+    assert 0 < measured.fastest <= measured.seconds <= measured.slowest
+    assert measured.where.startswith("2 processes on ")
+    assert len(measured.memory) == 2
+    for real, predicted in zip(measured.memory, ran.prediction.memory, strict=True):
+        assert real == pytest.approx(predicted.tensors, rel=0.02)
     assert ran.calibration is not None
     assert ran.calibration.level == 0
     assert (
         "saved cluster.json: predicted by this step are plans with  --cluster cluster.json" in err
     )
     (step,) = read_cluster(Path("cluster.json")).steps
-    assert step.took + step.optimizer_took == pytest.approx(ran.measured.seconds)
+    assert step.took + step.optimizer_took == pytest.approx(measured.seconds)
     assert cli.main([*job, *pins, "--cluster", "cluster.json"]) == 0
     facts = Facts.from_json(capsys.readouterr().out)
     assert facts.calibration is not None
     assert facts.calibration.level == 2
-    assert facts.prediction.seconds == pytest.approx(ran.measured.seconds, rel=0.02)
+    assert facts.prediction.seconds == pytest.approx(measured.seconds, rel=0.02)
     assert cli.main([*job, *pins, "--cluster", "cluster.json", "--save-cluster", "same.json"]) == 0
     assert read_cluster(Path("same.json")) == read_cluster(Path("cluster.json"))
 
@@ -103,7 +102,7 @@ def test_what_can_not_be_refined(
 
 @pytest.mark.multiprocess
 def test_calibrate_then_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    job = ("jobs.py:plain", "--devices", "2", "--threads", "1")
+    job = ("jobs.py:pair", "--devices", "2", "--threads", "1")
     assert cli.main(["calibrate", *job, "--output", "cluster.json"]) == 0
     shown = capsys.readouterr().out
     assert "product" in shown
@@ -120,7 +119,7 @@ def test_calibrate_then_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     assert where.device.crowd == max(1.0, 2 / (cores or 1))
     asked = ("--devices", "2", "--cluster", "cluster.json", "--format", "json")
-    assert cli.main(["plan", "jobs.py:plain", *asked]) == 0
+    assert cli.main(["plan", "jobs.py:pair", *asked]) == 0
     assert Facts.from_json(capsys.readouterr().out).prediction.seconds > 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.search.record import Record
 from graphaccel.report.facts import Facts
 from tests.cli.test_plan import JOBS, MODEL
+from tests.support.captures import captures_of
 
 JOB = ("jobs.py:meta", "--devices", "2", "--device", "h100-80gb", "--batch", "16")
 
@@ -33,13 +35,15 @@ def job():
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The working directory of the test; the model of a job is captured once for all tests."""
     (tmp_path / "net.py").write_text(MODEL)
     (tmp_path / "jobs.py").write_text(JOBS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.delitem(sys.modules, "net", raising=False)
-    return tmp_path
+    with captures_of("plan outputs"):
+        yield tmp_path
 
 
 def plan(*arguments: str) -> int:

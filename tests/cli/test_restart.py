@@ -16,7 +16,7 @@ from tests.cli.test_launch import CLEARED, ROOT
 
 pytestmark = pytest.mark.multiprocess
 
-LIMIT = 120
+LIMIT = 300
 
 # Trains six steps under a plan and saves after each; in its first life rank 1 is killed in step 4.
 TRAINED = """

@@ -10,6 +10,7 @@ import torch
 import graphaccel
 from graphaccel import errors
 from tests.compiler.test_ignored_rows import Tagger, shifted
+from tests.support.inside import captures_in, executors_in
 
 
 def _of_length(length: int) -> tuple[torch.Tensor, ...]:
@@ -29,9 +30,8 @@ def test_many_lengths(capsys: pytest.CaptureFixture[str]) -> None:
             model(*_of_length(length))["loss"].backward()
         for p, q in zip(plain.parameters(), ours.parameters(), strict=True):
             torch.testing.assert_close(q.grad, p.grad, rtol=1e-12, atol=1e-14)
-    handle = ours.graphaccel
-    assert len(handle.compiler.captures.steps) == 1
-    assert len(handle.session._executors) == 2
+    assert len(captures_in(ours).steps) == 1
+    assert len(executors_in(ours)) == 2
     assert capsys.readouterr().err.count("more than max_programs=2 shapes of batches") == 1
 
 

@@ -15,6 +15,9 @@ from types import ModuleType
 import pytest
 import torch
 
+from tests.support.pool import Pool
+from tests.support.scripts import run_as_rank
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 
@@ -55,6 +58,17 @@ def run_here(
         with importing_from(path.parent):
             runpy.run_path(str(path), run_name="__main__")
         return capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture
+def run_ranks(pool: Pool) -> Callable[..., str]:
+    """`run_ranks("nanogpt/train.py", "--resume")` runs it as two ranks: the stdout of rank 0.
+    Starting processes is tested in tests/cli."""
+
+    def run(script: str, *arguments: str) -> str:
+        return pool.run(2, run_as_rank, str(EXAMPLES / script), arguments, {})[0]
 
     return run
 

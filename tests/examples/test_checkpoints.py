@@ -29,16 +29,17 @@ def _leave_half(whole: Path, half: Path) -> None:
 
 @pytest.mark.multiprocess
 def test_it_resumes_where_it_stopped_under_another_plan(
-    run_here, run_apart, tmp_path: Path
+    run_here, run_apart, run_ranks, tmp_path: Path
 ) -> None:
     one = ("--devices=1", "--pipeline=1", f"--folder={tmp_path / 'one'}")
     expected = losses(run_here(SCRIPT, *one, "--steps=6", f"--export={tmp_path / 'single'}"))
     root = tmp_path / "two"
-    two = (str(EXAMPLES / SCRIPT), f"--folder={root}", "--steps=3")
-    got = losses(run_apart(*two, "--asynchronous"))
+    two = (f"--folder={root}", "--steps=3")
+    # What is written in the background is complete when the processes have ended.
+    got = losses(run_apart(str(EXAMPLES / SCRIPT), *two, "--asynchronous"))
     _leave_half(root / "step-00000003", root / "step-00000005")
     more = ("--pipeline=1", "--zero=3", f"--export={tmp_path / 'several'}")
-    got += losses(run_apart(*two, *more))
+    got += losses(run_ranks(SCRIPT, *two, *more))
     complete = sorted(path.parent.name for path in root.glob("*/manifest.json"))
     assert complete == ["step-00000005", "step-00000006"]  # two are kept
     assert len(expected) == 6

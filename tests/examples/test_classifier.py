@@ -21,16 +21,17 @@ def numbers(out: str) -> list[list[float]]:
 
 
 @pytest.mark.multiprocess
-def test_two_processes_print_what_the_plain_script_does(run_apart, tmp_path: Path) -> None:
+def test_two_processes_print_what_the_plain_script_does(
+    run_here, run_ranks, tmp_path: Path
+) -> None:
     text = SCRIPT.read_text()
     for line in ADDED:
         assert text.count(line) == 1
         text = text.replace(line, "")
     plain = tmp_path / "plain.py"
     plain.write_text(text)
-    expected = numbers(run_apart(str(plain), "--steps", "30"))
-    launch = ("-m", "graphaccel", "run", "--devices", "2", str(SCRIPT), "--steps", "30")
-    ours = numbers(run_apart(*launch))
+    expected = numbers(run_here(str(plain), "--steps", "30"))
+    ours = numbers(run_ranks("classifier/train.py", "--steps", "30"))
     assert len(ours) == len(expected) == 5
     for got, true in zip(ours, expected, strict=True):
         assert got == pytest.approx(true, abs=2e-2)

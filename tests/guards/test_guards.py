@@ -17,6 +17,7 @@ import graphaccel
 from graphaccel.capture.batch import flatten_call
 from graphaccel.compiler.captures import Captures
 from graphaccel.compiler.model import model_of
+from tests.support.inside import captures_in
 
 SCALE = 1.0
 TABLE = {"scale": [1.0, 2.0]}
@@ -181,7 +182,7 @@ def trained(
             optimizer.step()
     ours = planned.state_dict()
     off = max(float((v - ours[k]).abs().max()) for k, v in eager.state_dict().items())
-    return off, len(planned.graphaccel.compiler.captures.steps)  # type: ignore[union-attr]
+    return off, len(captures_in(planned).steps)
 
 
 def test_a_schedule_of_numbers_is_captured_once_more() -> None:
@@ -252,7 +253,7 @@ def test_another_default_dtype_is_captured_anew() -> None:
         for dtype in (torch.float32, torch.float64, torch.float32):
             torch.set_default_dtype(dtype)
             assert torch.equal(model(x), plain(x))
-            counts.append(len(model.graphaccel.compiler.captures.steps))
+            counts.append(len(captures_in(model).steps))
     finally:
         torch.set_default_dtype(before)
     assert counts == [1, 2, 2]

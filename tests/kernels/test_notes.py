@@ -10,6 +10,7 @@ from torch import nn
 import graphaccel
 from graphaccel.report import fused
 from graphaccel.report.fused import fusion_notes
+from tests.support.captures import captures_of
 
 CALLS = "they run as calls of torch: "
 
@@ -48,6 +49,7 @@ def gpt2(layers: int) -> nn.Module:
 
 
 @pytest.mark.parametrize(("layers", "precision"), [(2, None), (12, None), (12, "bf16")])
+@captures_of("notes")
 def test_the_report_counts_what_is_placed(layers: int, precision: str | None) -> None:
     ids = torch.randint(0, 96, (4, 16))
     batch = {"input_ids": ids, "labels": ids}
@@ -62,6 +64,7 @@ def test_the_report_counts_what_is_placed(layers: int, precision: str | None) ->
 
 
 @pytest.mark.parametrize("layers", [4, 12])
+@captures_of("notes")
 def test_a_block_that_is_computed_again_keeps_one_tensor(layers: int) -> None:
     """With fused sums and norms as without: what it reads, [512, 32, 32] float32."""
     ids = torch.randint(0, 96, (512, 32))

@@ -24,6 +24,7 @@ from graphaccel.proof.results import Deviation, Results, deviations
 from graphaccel.runtime.session import Session
 from tests.proof.models import Net, Reverse, batch, captured, plain_step, seeded
 from tests.proof.test_gate import lines, said  # noqa: F401
+from tests.support.inside import captures_in
 
 aten = torch.ops.aten
 REVERSED = lambda _net, x: Reverse.apply(x)  # noqa: E731
@@ -172,7 +173,7 @@ def optimized(middle: Any = None) -> nn.Module:
     """A model under a plan for one device."""
     model = seeded(lambda: Net(middle))
     graphaccel.optimize(model, torch.optim.SGD(model.parameters(), lr=0.0), devices=1)
-    model.graphaccel.compiler.captures.steps[(batch().signature(), True)] = plain_step()[0]
+    captures_in(model).steps[(batch().signature(), True)] = plain_step()[0]
     return model
 
 

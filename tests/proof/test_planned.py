@@ -14,6 +14,7 @@ from graphaccel.errors import CaptureDiffers, PlanDiffers
 from graphaccel.passes import adapters
 from graphaccel.passes.microbatch import exact_microbatch
 from tests.proof.models import Net, batch, plain_step, seeded
+from tests.support.inside import captures_in
 
 aten = torch.ops.aten
 
@@ -24,7 +25,7 @@ def planned(model: nn.Module, **settings: Any) -> tuple[nn.Module, torch.optim.O
         model, torch.optim.SGD(model.parameters(), lr=0.1), devices=1, **settings
     )
     step, _ = plain_step()
-    model.graphaccel.compiler.captures.steps[(batch().signature(), True)] = step
+    captures_in(model).steps[(batch().signature(), True)] = step
     return model, optimizer
 
 

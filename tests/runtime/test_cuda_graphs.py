@@ -26,6 +26,7 @@ from graphaccel.planner.plan.plan import Plan
 from graphaccel.runtime.cuda_graphs import MOST, WARM, StepGraphs, declined
 from graphaccel.sharding.apply.random_parts import DROPOUT_PART
 from tests.support.gpt import GPT
+from tests.support.inside import captures_in, executors_in
 from tests.support.recorder import PoolRecorder
 from tests.support.small import Classifier, small_batch
 
@@ -62,7 +63,7 @@ def pair(dtype: torch.dtype = torch.float64, **pins: Any) -> list[tuple[GPT, Any
         optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
         given = {"devices": 1, "recompute": "none", **pins}
         made.append(graphaccel.optimize(model, optimizer, cuda_graphs=graphs, **given))
-        model.graphaccel.compiler.captures.steps = captures(dtype)
+        captures_in(model).steps = captures(dtype)
     return made
 
 
@@ -82,8 +83,7 @@ def same(left: list[Tensor], right: list[Tensor]) -> bool:
 
 def graphs_of(model: GPT) -> list[StepGraphs]:
     """One for each shape of the batch."""
-    executors = model.graphaccel.session._executors.values()
-    return [e.graphs for e in executors if e.graphs is not None]
+    return [e.graphs for e in executors_in(model) if e.graphs is not None]
 
 
 @pytest.mark.parametrize(

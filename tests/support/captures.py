@@ -1,7 +1,9 @@
 """Captures of zoo models, made once for all processes of a run of the tests.
 
 A capture takes seconds. The process that makes one leaves it in a folder that lives as long as the
-run; the others read it, as ranks read what one of them captured (`capture.transport`).
+run; the others read it, as ranks read what one of them captured (`capture.transport`). A process
+keeps the latest it has read, packed or received: reading one takes half a second, and passes store
+in a capture what plans with the same request share.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,13 +23,17 @@ from torch import nn
 
 from graphaccel.capture.batch import Batch
 from graphaccel.capture.export.export import LossFn
+from graphaccel.capture.state.observe import Observed
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.transport import packed, unpacked
 from graphaccel.compiler import captures as kept
+from graphaccel.runtime import broadcast
 from graphaccel.runtime.broadcast import depends_on
 
 FOLDER = "GRAPHACCEL_TEST_CAPTURES"
 """Environment variable with the folder; where it is not set, everything is captured anew."""
+_LATEST = 8
+"""Captures that a process keeps, with what passes derived from them."""
 
 
 def captured_once(name: str, make: Callable[[], StepGraph]) -> StepGraph:
@@ -56,8 +64,34 @@ def captures_of(name: str) -> Iterator[None]:
         told = depends_on(module, seen, loss_fn)
         return captured_once(f"{name} {told}", lambda: real(module, batch, loss_fn, **settings))
 
-    with patch.object(kept, "capture", capture):
+    with (
+        patch.object(kept, "capture", capture),
+        patch.object(broadcast, "packed", _packed),
+        patch.object(broadcast, "unpacked", _unpacked),
+    ):
         yield
+
+
+@contextmanager
+def observed_once(name: str) -> Iterator[None]:
+    """Meanwhile compilers of this process run a forward once to see which Python state it reads,
+    not once for each model. name: of models without state that changes, which are all alike; tests
+    of guards do without."""
+    real, known = kept.observe, _observed(name)
+
+    def observe(fresh: Any, batch: Batch, loss_fn: LossFn, many: int) -> Observed:
+        signature = batch.signature()
+        if signature not in known:
+            known[signature] = real(fresh, batch, loss_fn, many)
+        return known[signature]
+
+    with patch.object(kept, "observe", observe):
+        yield
+
+
+@cache
+def _observed(name: str) -> dict[Any, Observed]:
+    return {}
 
 
 def read_captures(name: str, captures: dict[Any, StepGraph]) -> None:
@@ -65,10 +99,7 @@ def read_captures(name: str, captures: dict[Any, StepGraph]) -> None:
     file = _file(name)
     if file is None or not file.exists():
         return
-    for key, data in pickle.loads(file.read_bytes()):
-        step = unpacked(data)
-        if step is not None:
-            captures[key] = step
+    captures.update(_read(file))
 
 
 def write_captures(name: str, captures: Mapping[Any, StepGraph]) -> None:
@@ -77,8 +108,44 @@ def write_captures(name: str, captures: Mapping[Any, StepGraph]) -> None:
     if file is None or file.exists() or not captures:
         return
     new = file.with_suffix(f".{os.getpid()}")
-    new.write_bytes(pickle.dumps([(key, packed(step)) for key, step in captures.items()]))
+    new.write_bytes(pickle.dumps([(key, _packed(step)) for key, step in captures.items()]))
     new.replace(file)  # whole or not at all: others may be reading
+
+
+@lru_cache(maxsize=_LATEST)
+def _read(file: Path) -> dict[Any, StepGraph]:
+    """The captures of a file, which never changes once it is there."""
+    found = {key: unpacked(data) for key, data in pickle.loads(file.read_bytes())}
+    return {key: step for key, step in found.items() if step is not None}
+
+
+@dataclass(frozen=True, eq=False)
+class _SameGraph:
+    """A capture as a key: equal to one with the same graph object and names of its constants."""
+
+    step: StepGraph
+
+    def __hash__(self) -> int:
+        return id(self.step.graph)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _SameGraph) or other.step.graph is not self.step.graph:
+            return False
+        return dict(other.step.forward.attributes) == dict(self.step.forward.attributes)
+
+
+def _packed(step: StepGraph) -> bytes:
+    return _packed_once(_SameGraph(step))
+
+
+@lru_cache(maxsize=_LATEST)
+def _packed_once(same: _SameGraph) -> bytes:
+    return packed(same.step)
+
+
+@lru_cache(maxsize=_LATEST)
+def _unpacked(data: bytes) -> StepGraph | None:
+    return unpacked(data)
 
 
 def _file(name: str) -> Path | None:

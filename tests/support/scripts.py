@@ -1,10 +1,18 @@
-"""Training scripts as functions: each gets what stands in for its `optimize` line, and yields what
-it computes."""
+"""Training scripts in a worker of the pool: as functions, and whole files.
+
+As a function a script gets what stands in for its `optimize` line, and yields what it computes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import io
+import runpy
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import redirect_stdout
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -36,3 +44,20 @@ def furthest(script: Script, pins: dict[str, Any]) -> float:
         results.append([value.detach().double().clone() for value in script(wrap)])
     pairs = list(zip(*results, strict=True))
     return max(float(((a - b).abs() / a.abs().clamp(min=1)).max()) for a, b in pairs)
+
+
+def run_as_rank(path: str, arguments: tuple[str, ...], environment: Mapping[str, str]) -> str:
+    """Run the file `path` as a program on this rank, from its own folder as Python does; returns
+    what it prints. The worker has imported torch, which takes a new process seconds."""
+    folder, printed = Path(path).parent, io.StringIO()
+    with (
+        patch.object(sys, "argv", [path, *arguments]),
+        patch.object(sys, "path", [str(folder), *sys.path]),
+        patch.dict("os.environ", environment),
+        redirect_stdout(printed),
+        torch.random.fork_rng(devices=[]),
+    ):
+        runpy.run_path(path, run_name="__main__")
+    for file in folder.glob("*.py"):  # imported by bare name: other scripts have files so called
+        sys.modules.pop(file.stem, None)
+    return printed.getvalue()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import graphaccel
 from graphaccel.capture.stepgraph import StepGraph
+from tests.support.inside import captures_in
 
 WIDTH, ROWS = 6, 8
 
@@ -50,4 +51,4 @@ def assert_as_eager(make: Callable[[], nn.Module], steps: int = 3, **pins: Any) 
         plain.state_dict().items(), planned.state_dict().values(), strict=True
     ):
         torch.testing.assert_close(own, true, rtol=1e-11, atol=1e-13, msg=name)
-    return next(iter(planned.graphaccel.compiler.captures.steps.values()))
+    return next(iter(captures_in(planned).steps.values()))

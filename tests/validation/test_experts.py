@@ -11,13 +11,14 @@ import pytest
 from benchmarks.validation.experts import NOTHING_STARTED, Phase, Started, _beside_another
 from benchmarks.validation.fit import sample
 from benchmarks.validation.mixtures import MIXTURES
-from benchmarks.validation.predict import Predicted, Predictor
+from benchmarks.validation.predict import Predicted
 from benchmarks.validation.recipes import beside_another, started
 from benchmarks.validation.rows import FOLDER, Run, read
 from benchmarks.validation.systems import SCHEDULED, STARTED_LAUNCH
 from graphaccel.planner.cluster.catalogue import cluster
 from graphaccel.planner.cluster.communication import INTERFERENCE
 from graphaccel.planner.profile.efficiency import Work, seconds_of
+from tests.validation.predictions import predict
 
 ALL, EXPERTS = frozenset({"experts", "router", "rest"}), frozenset({"experts"})
 
@@ -42,7 +43,7 @@ def small(kind: str, parts: frozenset[str], **more: object) -> Run:
 
 @cache
 def predicted(kind: str, parts: frozenset[str], **more: bool) -> Predicted:
-    return Predictor(8).predict(small(kind, parts, **{"weighs_biases": False, **more}))
+    return predict(small(kind, parts, **{"weighs_biases": False, **more}))
 
 
 @pytest.mark.parametrize(
@@ -129,7 +130,7 @@ def test_what_the_forward_sends_is_waited_for_where_a_process_starts_the_router(
     found, sent = [], 1e-9
     for parts in (EXPERTS, ALL):
         run = replace(small("Qwen3_235B_a22B", parts), batch=32)
-        one = Predictor(8).predict(run)
+        one = predict(run)
         assert one.plan.microbatches == 4
         found.append(_beside_another(run, one.profile, one.plan, one.where, sent))
     hidden = sent * INTERFERENCE
@@ -142,8 +143,7 @@ def test_what_is_sent_beside_another_microbatch_takes_less() -> None:
     others all hides where that is computed long enough, and takes it a share longer."""
     run = replace(small("Qwen3_235B_a22B", frozenset()), batch=32, sequence=2048)
     both = [
-        Predictor(8).predict(replace(run, system=replace(run.system, beside_another=on)))
-        for on in (False, True)
+        predict(replace(run, system=replace(run.system, beside_another=on))) for on in (False, True)
     ]
     alone, beside = (one.plan.prediction for one in both)
     assert alone is not None
@@ -159,8 +159,7 @@ def test_what_is_sent_beside_another_microbatch_takes_less() -> None:
 def test_experts_apart_read_and_write_while_nothing_is_computed() -> None:
     run = small("Qwen3_235B_a22B", frozenset())
     both = [
-        Predictor(8).predict(replace(run, system=replace(run.system, experts_apart=on)))
-        for on in (False, True)
+        predict(replace(run, system=replace(run.system, experts_apart=on))) for on in (False, True)
     ]
     together, apart = (Counter[Work]() for _ in both)
     for told, one in zip((together, apart), both, strict=True):

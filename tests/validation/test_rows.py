@@ -15,9 +15,10 @@ from benchmarks.validation.__main__ import RESULT, main
 from benchmarks.validation.experts import _once_a_node
 from benchmarks.validation.mixtures import MIXTURES
 from benchmarks.validation.models import model_of
-from benchmarks.validation.predict import Predictor, real_cluster
+from benchmarks.validation.predict import real_cluster
 from benchmarks.validation.rows import FOLDER, Run, read
 from benchmarks.validation.systems import EAGER_LAUNCH, System
+from tests.validation.predictions import predict
 
 
 @cache
@@ -126,7 +127,7 @@ def test_experts_that_are_made_again() -> None:
     assert (run.kind, run.device) == ("Nemotron_3_Nano", "h100-80gb")
     run = replace(run, layers=6, sequence=256, devices=8, data=8, batch=8)
     found, kept = (
-        Predictor(8).predict(replace(run, system=replace(run.system, experts_again=again)))
+        predict(replace(run, system=replace(run.system, experts_again=again)))
         for again in (True, False)
     )
     assert [name.rpartition(".")[2] for name in found.plan.recompute] == ["1", "3"]
@@ -282,7 +283,7 @@ def test_what_rows_do_not_say_is_the_system_s_default_or_the_planner_s_choice() 
         assert "8 microbatches: the system's default" in run.assumed
     run = next(r for r in runs(microbatch=0) if "core_v0.8" in r.source)
     run = small(run, devices=8, data=8, tensor=1, pipeline=1, batch=64, interleave=1, memory=None)
-    found = Predictor(8).predict(run)
+    found = predict(run)
     assert found.run.microbatch > 0
     assert found.run.assumed[-1].endswith("the planner's choice")
     assert found.plan.microbatches == found.run.microbatches
@@ -291,7 +292,7 @@ def test_what_rows_do_not_say_is_the_system_s_default_or_the_planner_s_choice() 
 def test_experts_are_predicted_on_their_axis() -> None:
     run = small(next(r for r in runs(kind="Qwen3_235B_a22B", tensor=1)), microbatch=1, batch=32)
     run = replace(run, devices=8, data=8, expert=8, pipeline=1, interleave=1)
-    found = Predictor(8).predict(run)
+    found = predict(run)
     assert (found.plan.data, found.plan.expert, found.plan.microbatches) == (1, 8, 4)
     assert found.seconds > 0
 
@@ -300,7 +301,7 @@ def test_layers_of_different_kinds_are_predicted() -> None:
     """State space layers, attention and experts, on a tensor and an expert axis."""
     run = small(next(r for r in runs(kind="Nemotron_3_Super", tensor=2)), layers=8, kv_heads=2)
     run = replace(run, devices=8, data=4, expert=4, batch=32, products="")
-    found = Predictor(8).predict(run)
+    found = predict(run)
     assert (found.plan.data, found.plan.expert, found.plan.tensor) == (1, 4, 2)
     scans = [n for n in found.profile.nodes if "validation.scan" in str(n.target)]
     assert len(scans) == 2 * 4
@@ -321,8 +322,8 @@ def test_rows_that_go_once_to_a_node_cross_faster_links() -> None:
 def test_operations_that_are_kept_take_memory_and_spare_time() -> None:
     one = next(r for r in runs(recompute="operations", precision="bfloat16") if not r.products)
     one = small(one)
-    every, some = (Predictor(8).predict(replace(one, recompute=r)) for r in ("all", "operations"))
-    none = Predictor(8).predict(replace(one, recompute="none"))
+    every, some = (predict(replace(one, recompute=r)) for r in ("all", "operations"))
+    none = predict(replace(one, recompute="none"))
     assert none.seconds < some.seconds < every.seconds
     assert every.memory < some.memory
 
@@ -334,5 +335,5 @@ def test_four_bits_are_faster_than_eight() -> None:
     run = replace(run, tensor=1, pipeline=1, interleave=1, sequence_parallel=False)
     run = replace(run, heads=64, kv_heads=8, memory=None)
     eight = replace(run, products="float8_e4m3fn")
-    assert Predictor(8).predict(run).seconds < Predictor(8).predict(eight).seconds
+    assert predict(run).seconds < predict(eight).seconds
     assert run.reported.endswith(", matmuls in 4 bits")

@@ -12,6 +12,7 @@ from benchmarks.validation.predict import Predicted, Predictor, cluster_of, real
 from benchmarks.validation.rows import FOLDER, TENSOR_LINK, Run, read
 from graphaccel.planner.cluster.communication import exposed_seconds
 from graphaccel.planner.profile.efficiency import seconds_of
+from tests.validation.predictions import predict
 
 
 @cache
@@ -142,7 +143,7 @@ def _small(compiled: bool) -> Predicted:
         run, layers=4, hidden=256, sequence=128, vocabulary=512, heads=8, kv_heads=8, ffn=512,
         system=replace(run.system, compiled=compiled),
     )  # fmt: skip
-    return Predictor(run.devices).predict(run)
+    return predict(run, run.devices)
 
 
 def test_a_compiler_makes_nothing_again_that_is_not_read() -> None:

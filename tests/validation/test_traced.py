@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.validation.predict import Predicted, Predictor, cluster_of
+from benchmarks.validation.predict import Predicted, cluster_of
 from benchmarks.validation.rows import FOLDER, Run, read
 from benchmarks.validation.traced import GAP, seconds, segments
 from graphaccel.capture.symbols import BATCH
 from graphaccel.planner.cluster.catalogue import cluster
 from graphaccel.planner.profile.cost import Sizes
 from graphaccel.planner.profile.efficiency import Work, gap_seconds
+from tests.validation.predictions import predict
 
 LAUNCH = 50e-6
 
@@ -79,7 +80,7 @@ def _small(run: Run, **changed: object) -> Run:
 
 def _predicted(**wanted: object) -> Predicted:
     run = _runs("ground_truth_single", devices=2, pipeline=1, microbatch=2, **wanted)[0]
-    return Predictor(run.devices).predict(_small(run))
+    return predict(_small(run), run.devices)
 
 
 def test_a_step_is_its_pieces() -> None:

@@ -22,6 +22,7 @@ from graphaccel.errors import GraphAccelError
 from graphaccel.runtime.meter import PeakMeter
 from tests.gloo.scripts.test_semantics import furthest, gradients
 from tests.support.heads import heads, rows
+from tests.support.inside import captures_in, drop_buckets
 from tests.support.parity import build
 from tests.support.pool import Pool
 from tests.support.zoo import call, lift_loss_cast
@@ -93,7 +94,7 @@ def _zoo(name: str) -> list[dict[str, float]]:
         for recompute in ("none", "all"):
             again = copy.deepcopy(plain)
             other = planned(plain, recompute=recompute)
-            other.graphaccel.compiler.captures.steps = captures = dict(captures)
+            captures_in(other).steps = captures = dict(captures)
             found.append(compared(again, other, loss))
             assert other.graphaccel.plan.recompute or recompute == "none"
     return found
@@ -265,7 +266,7 @@ def _peak() -> tuple[int, int]:
     x, weight = torch.randn(256, 64), torch.randn(256, 512)
     model(x).sum().backward()
     model.zero_grad()
-    model.graphaccel.session._buckets._kept.clear()  # those of this step are made, and counted
+    drop_buckets(model)  # those of this step are made, and counted
     peaks = []
     for _ in range(3):  # the transport's own thread may let go of what was sent a little later
         gc.collect()  # what earlier steps left must not go in the middle of this one
@@ -275,7 +276,7 @@ def _peak() -> tuple[int, int]:
         peaks.append(meter.peak)
         del y
         model.zero_grad()
-        model.graphaccel.session._buckets._kept.clear()
+        drop_buckets(model)
     return model.graphaccel.predicted_pass_bytes, min(peaks)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.gloo.scripts.test_semantics import own_gradients, pair
+from tests.support.captures import captures_of
 from tests.support.pool import Pool
 
 pytestmark = pytest.mark.multiprocess
@@ -106,10 +107,11 @@ def _differences(model: str, pins: dict[str, Any]) -> tuple[float, float]:
     plain, _, planned, _ = pair(lambda: MODELS[model]().double(), pins)
     x, y = torch.randn(2, ROWS, STEPS, WIDTH, dtype=torch.float64)
     losses = []
-    for each in (plain, planned):
-        loss = each(x, y)
-        loss.backward()
-        losses.append(float(loss))
+    with captures_of(f"sequences {model}"):
+        for each in (plain, planned):
+            loss = each(x, y)
+            loss.backward()
+            losses.append(float(loss))
     return abs(losses[0] - losses[1]), own_gradients(plain, planned)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.gloo.scripts.test_semantics import own_gradients, pair
+from tests.support.captures import captures_of
 from tests.support.pool import Pool
 
 pytestmark = pytest.mark.multiprocess
@@ -53,6 +54,7 @@ class Changed(nn.Module):
         return F.mse_loss(self.second(hidden), y)
 
 
+@captures_of("writes")
 def _worst(kind: type[nn.Module], pins: dict[str, Any]) -> float:
     torch.manual_seed(5)
     plain, _, planned, _ = pair(lambda: kind().double(), pins)

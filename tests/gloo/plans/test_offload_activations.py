@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import graphaccel
 from graphaccel.planner.plan.offload import LARGE
 from tests.gloo.scripts.test_semantics import furthest
+from tests.support.captures import captures_of
 from tests.support.parity import peaks_of_a_step, tensors_alive
 from tests.support.pool import Pool
 
@@ -91,6 +92,7 @@ def _train(
     return losses, {k: v.clone() for k, v in graphaccel.full_state_dict(model).items()}
 
 
+@captures_of("offloaded activations")
 def _planned(
     world: int, pins: Mapping[str, Any], steps: int, blocks: int = 2
 ) -> tuple[list[float], dict[str, Tensor], dict[str, int]]:

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import graphaccel
 from graphaccel.runtime.parameters.sharded import ShardTensor
+from tests.support.captures import captures_of
 from tests.support.gpt import GPT
 from tests.support.pool import Pool
 
@@ -43,6 +44,7 @@ def train(
     return seen
 
 
+@captures_of("uneven")
 def run(pins: dict[str, Any], folder: str) -> dict[str, Any]:
     model, optimizer = made()
     ids = torch.zeros(4, 8, dtype=torch.long)

@@ -23,6 +23,7 @@ from graphaccel.runtime.execution.state import StepResult
 from graphaccel.runtime.session import Session
 from tests.proof.models import Net, Reverse, batch, seeded
 from tests.support.captures import captures_of
+from tests.support.inside import is_closed
 from tests.support.pool import Pool
 
 pytestmark = pytest.mark.multiprocess
@@ -169,9 +170,12 @@ def _tried(case: str, fault: bool) -> tuple[str, str, bool]:
                 model(*inputs)
             except GraphAccelError as error:
                 code = error.code
-    left = model.graphaccel.gate
     drawn = not torch.equal(torch.random.get_rng_state(), random)
-    return code, "; ".join(said), left.closed is fault and drawn is (kind is Dropped and not fault)
+    return (
+        code,
+        "; ".join(said),
+        is_closed(model) is fault and drawn is (kind is Dropped and not fault),
+    )
 
 
 def _note(said: list[str]) -> Callable[[str, str, float], None]:
@@ -214,7 +218,7 @@ def _passed(pins: Mapping[str, Any]) -> bool:
     model = seeded(Net)
     graphaccel.optimize(model, torch.optim.SGD(model.parameters(), lr=0.1), devices=2, **pins)
     model(*batch().leaves).backward()
-    return model.graphaccel.gate.closed
+    return is_closed(model)
 
 
 @pytest.mark.parametrize("pins", PLANS)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import graphaccel
 from graphaccel.errors import GraphAccelError
+from tests.support.captures import captures_of
 from tests.support.pool import Pool
 from tests.support.small import Classifier, small_batch
 
@@ -64,6 +65,7 @@ def test_one_process_saves_and_goes_on(tmp_path: Path) -> None:
     assert _difference(*found) < 1e-6
 
 
+@captures_of("accelerate")
 def _copies(folder: str) -> float:
     """Where every process has the whole model: the difference of what was loaded."""
     accelerator = accelerate.Accelerator(cpu=True)
@@ -83,6 +85,7 @@ def test_copies_are_saved_and_loaded(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(2, _copies, str(tmp_path)) == [0.0, 0.0]
 
 
+@captures_of("accelerate")
 def _parts(kind: str, folder: str) -> tuple[dict[str, str], float]:
     """The code that each use of Accelerate is refused with; how far the weights are in the end from
     those of the file that the help's line reads."""

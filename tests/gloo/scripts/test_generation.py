@@ -11,6 +11,7 @@ import torch
 
 import graphaccel
 from graphaccel import errors
+from tests.support.inside import captures_in
 from tests.support.pool import Pool
 
 pytestmark = pytest.mark.multiprocess
@@ -118,7 +119,7 @@ def _lengths(pins: dict[str, Any]) -> tuple[int, int]:
     for model in (plain, ours):
         model(ids, ids).backward()
         model.eval()
-    captures = ours.graphaccel.compiler.captures
+    captures = captures_in(ours)
     assert torch.equal(plain.generate(ids, 5), ours.generate(ids, 5))
     generated = len(captures.steps)
     with torch.no_grad():

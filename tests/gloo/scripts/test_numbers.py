@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import graphaccel
 from graphaccel.runtime.parameters.remote import RemoteTensor
 from tests.gloo.scripts.test_semantics import IDS, PLANS, tokens
+from tests.support.captures import captures_of
 from tests.support.gpt import GPT
 from tests.support.pool import Pool
 from tests.support.small import Classifier, small_batch
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.multiprocess
 # --- precision ------------------------------------------------------------------------------------
 
 
+@captures_of("low precision")
 def _low(precision: str, pins: Mapping[str, Any]) -> tuple[float, float, set[torch.dtype]]:
     torch.manual_seed(7)
     model = GPT(layers=2)
@@ -59,6 +61,7 @@ class Loud(nn.Module):
         return (1e3 * self.last(torch.tanh(self.first(x)))).mean()
 
 
+@captures_of("overflow")
 def _overflowed(pins: Mapping[str, Any]) -> tuple[list[bool], list[float], list[float]]:
     torch.manual_seed(7)
     model = Loud()
@@ -137,6 +140,7 @@ def test_data_ranks_draw_different_masks(pool: Pool) -> None:
     assert 0.35 < (first > 0).double().mean() < 0.65
 
 
+@captures_of("recomputed draws")
 def _with_recomputation(pins: Mapping[str, Any]) -> list[list[float]]:
     curves = []
     for recompute in ("none", "all"):

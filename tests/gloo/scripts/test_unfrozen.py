@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import graphaccel
 from tests.gloo.scripts.test_semantics import furthest
+from tests.support.captures import captures_of
 from tests.support.pool import Pool
 
 pytestmark = pytest.mark.multiprocess
@@ -49,6 +50,7 @@ def _trained(pins: dict[str, Any] | None, *, group: bool) -> dict[str, torch.Ten
     return model.state_dict() if pins is None else graphaccel.full_state_dict(model)
 
 
+@captures_of("unfrozen")
 def _difference(pins: dict[str, Any], group: bool) -> float:
     return furthest(_trained(pins, group=group), _trained(None, group=group))
 

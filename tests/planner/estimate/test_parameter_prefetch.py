@@ -34,6 +34,7 @@ from graphaccel.planner.search.search import Conditions, search
 from graphaccel.planner.search.solve import excess, with_cuts_and_blocks
 from graphaccel.report.text import plan_report
 from tests.planner.estimate.test_footprint import problem_of
+from tests.planner.searches import without_relaxations
 from tests.support.zoo import ZOO
 
 Captured = Callable[[str], StepGraph]
@@ -286,7 +287,7 @@ def test_it_is_tried_where_nothing_else_fits(captured: Captured, made_up: MadeUp
         _find(step, replace(where, host=None))
     assert not any("parameters" in change for change, _ in caught.value.relaxations)
     for pins in ({"zero": 1, "data": 2}, {"zero": 0, "data": 2}, {"zero": 1}):
-        with pytest.raises(errors.InfeasiblePlan):
+        with without_relaxations(), pytest.raises(errors.InfeasiblePlan):
             _find(step, _where(made_up, 2, 200), **pins)
     with pytest.raises(errors.InfeasiblePlan) as caught:  # with what is pinned it can not be
         _find(step, _where(made_up, 2, 200), data=2, reshard_after_forward="never")

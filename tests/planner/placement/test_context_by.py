@@ -7,6 +7,7 @@ import pytest
 from graphaccel.compiler.compiler import Compiler
 from graphaccel.compiler.model import Model, as_batch
 from graphaccel.planner.cluster.catalogue import cluster
+from tests.support.captures import captures_of
 from tests.support.zoo import ALL
 
 HEADS = "each device has the whole sequence of some of the heads"
@@ -22,6 +23,7 @@ WHOLE = "each device does all of it, which takes less than to share it out"
         ("gpt", None, WHOLE),
     ],
 )
+@captures_of("context by")
 def test_attention_lies_as_was_asked(name: str, by: str | None, said: str) -> None:
     """Also of models so small that nothing is worth sharing out."""
     module, batch, loss_fn = ALL[name].build()

@@ -28,6 +28,7 @@ from graphaccel.planner.search.record import Record
 from graphaccel.planner.search.search import search
 from graphaccel.report.compare import comparison
 from graphaccel.report.text import plan_report
+from tests.planner.searches import without_relaxations
 from tests.support.zoo import ZOO
 
 Captured = Callable[[str], StepGraph]
@@ -87,7 +88,7 @@ def test_it_is_not_taken_where_a_plan_fits_without(captured: Captured, made_up: 
 
 def test_it_is_taken_where_nothing_fits_without(captured: Captured, made_up: MadeUp) -> None:
     step, where = captured("gpt"), _where(made_up, 1, TIGHT)
-    with pytest.raises(errors.InfeasiblePlan):
+    with without_relaxations(), pytest.raises(errors.InfeasiblePlan):
         _find(step, made_up(1, TIGHT))
     plan = _find(step, where)
     assert plan.offload == ("optimizer",)
@@ -127,7 +128,7 @@ def test_a_host_that_is_too_small(captured: Captured, made_up: MadeUp) -> None:
     where = _where(made_up, 1, 16 * 1024, enough)
     assert _find(step, where, offload="optimizer").offload
     shared = replace(where, host=replace(enough, shared=True))
-    with pytest.raises(errors.InfeasiblePlan):
+    with without_relaxations(), pytest.raises(errors.InfeasiblePlan):
         _find(step, shared, offload="optimizer")
 
 

@@ -32,6 +32,7 @@ from graphaccel.planner.search.branch_and_bound import solve_all
 from graphaccel.planner.search.search import Conditions, search
 from graphaccel.planner.search.search_state import weighed_of
 from graphaccel.planner.search.solve import Problem
+from tests.planner.searches import without_relaxations
 
 Captured = Callable[[str], StepGraph]
 MadeUp = Callable[..., Cluster]
@@ -184,7 +185,8 @@ REFUSALS = (errors.BadPin, errors.BatchNotDivisible, errors.ConflictingPins)
 @settings(max_examples=40, deadline=None)
 def test_pins_are_kept(find: Search, pinned: dict[str, Any]) -> None:
     try:
-        plan = find(4, **pinned)
+        with without_relaxations():
+            plan = find(4, **pinned)
     except REFUSALS:
         return
     assert set(plan.pinned) == set(pinned)
@@ -203,7 +205,7 @@ def test_pins_are_kept(find: Search, pinned: dict[str, Any]) -> None:
 
 
 def test_precision_is_never_lowered_without_being_asked(find: Search) -> None:
-    with pytest.raises(errors.InfeasiblePlan):
+    with without_relaxations(), pytest.raises(errors.InfeasiblePlan):
         find(1, 700)
     assert find(1, 1100, recompute="all").precision.compute == "float32"
 
