@@ -14,6 +14,7 @@ from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.compiler.compiler import Compiler
 from graphaccel.compiler.model import Model, as_batch
 from graphaccel.compiler.profile_graph import localised
+from graphaccel.compiler.program_memory import ProgramMemory
 from graphaccel.planner.cluster.cluster import Cluster, Device, Link
 from graphaccel.planner.profile.layout_profiles import Layouts, rates_of
 from graphaccel.planner.profile.profile import Profile
@@ -69,7 +70,8 @@ def facts(request: pytest.FixtureRequest, made_up: Callable[..., Cluster]) -> Fa
     step, plan, program = chosen.step, chosen.plan, chosen.program
     assert record.outcome is not None
     made = gather(plan, step, where, model_name="gpt", assumed="AdamW")
-    curves = compiler.curves(plan, program, as_batch(batch), run_spans(made))
+    memory = ProgramMemory(compiler.model, where, as_batch(batch), plan, program)
+    curves = memory.curves(run_spans(made))
     return replace(
         made,
         memory=tuple(RankMemory(rank, samples) for rank, samples in enumerate(curves)),
