@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from benchmarks.coverage.judge import judge, together
+from tests.support.casts import lift_loss_cast
 
 ONE = [
     ("op_db", name)
@@ -89,3 +90,10 @@ def test_another_error_is_raw(monkeypatch):
 def test_steps_of_time_are_no_batch():
     verdict = _outcome("module_db", "nn.LSTM", "microbatches")
     assert (verdict["outcome"], verdict["detail"]) == ("unmeasured", "no sample has a batch")
+
+
+def test_lifted_casts_leave_a_captured_value_as_it_was():
+    """Torch rebuilds values of a graph on the meta device: another dtype there is an error."""
+    with lift_loss_cast():
+        assert torch.empty(2, dtype=torch.float32).dtype == torch.float64
+        assert torch.empty(2, dtype=torch.float32, device="meta").dtype == torch.float32

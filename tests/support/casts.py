@@ -32,10 +32,9 @@ class _Float32IsFloat64(TorchFunctionMode):
     ) -> Any:
         if func is Tensor.float:
             return args[0].double()
-        if (
-            func is torch.ops.aten._assert_tensor_metadata.default
-        ):  # says what was, asks for nothing
-            return func(*args, **(kwargs or {}))
+        on_meta = str((kwargs or {}).get("device")) == "meta"
+        if on_meta or func is torch.ops.aten._assert_tensor_metadata.default:
+            return func(*args, **(kwargs or {}))  # torch's own: it says what a value was
         widened = {name: _widen(value) for name, value in (kwargs or {}).items()}
         return func(*(_widen(value) for value in args), **widened)
 
