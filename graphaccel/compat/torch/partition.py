@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
@@ -27,14 +28,14 @@ def traced_decomposition(
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    flat, spec = torch.utils._pytree.tree_flatten((tuple(args), dict(kwargs)))
+    flat, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     places = [i for i, v in enumerate(flat) if isinstance(v, torch.Tensor)]
 
     def call(*tensors: torch.Tensor) -> Any:
         given = list(flat)
         for place, tensor in zip(places, tensors, strict=True):
             given[place] = tensor
-        positional, named = torch.utils._pytree.tree_unflatten(given, spec)
+        positional, named = pytree.tree_unflatten(given, spec)
         return target(*positional, **named)
 
     with torch.no_grad():
