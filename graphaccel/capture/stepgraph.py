@@ -173,7 +173,8 @@ def capture(
     Raises: TensorBranch (GA101), CaptureRefused (GA102).
     """
     batch = without_aliases(batch)
-    runs = find_runs(model, many) if many is not None and _is_fake(model) else ()
+    fake = any(isinstance(p, FakeTensor) for p in model.parameters())
+    runs = find_runs(model, many) if many is not None and fake else ()
     answers: Answers = {}
     options = [batch_dims] if batch_dims is not None else assignments(batch)
     if not symbolic or (splits is None and len(options[0]) == len(options[-1])):
@@ -209,10 +210,6 @@ def _with_dims(
         except (NotRepeated, GraphAccelError) as reason:  # the full model is captured instead
             log.info("all layers are captured: %s", reason)
     return _captured(model, batch, loss_fn, symbolic, dims, answers, known)
-
-
-def _is_fake(model: nn.Module) -> bool:
-    return any(isinstance(p, FakeTensor) for p in model.parameters())
 
 
 def _captured(
