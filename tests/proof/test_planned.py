@@ -46,7 +46,7 @@ def test_a_right_plan_passes_and_says_so(
 def test_a_wrong_pass_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if fault == "mean of means":
         # A loss that divides by the count of the part is scaled as if it were a sum.
-        monkeypatch.setattr(exact_microbatch._Local, "_is_number", lambda *_: False)
+        monkeypatch.setattr(exact_microbatch, "is_quantity", lambda *_: False)
     elif fault == "lost part":
         whole = adapters.accumulate_gradients
 
