@@ -96,7 +96,7 @@ def _arrays(path: Path) -> tuple[list[Any], list[str]]:
 
 def _read(path: Path, shape: tuple[int, int, int]) -> np.ndarray:
     try:
-        from PIL import Image
+        from PIL import Image  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise BadTraining(
             what="folders of pictures need Pillow", help_line="pip install pillow"

@@ -122,7 +122,8 @@ def labels_of(config: PretrainedConfig, names: Sequence[str]) -> None:
 
 def known_labels(config: PretrainedConfig, model: str) -> Mapping[str, int] | None:
     """Numbers of the classes of a model that has been trained on some; None for a new one."""
-    return config.label2id if Path(model).is_dir() and config.label2id else None
+    known = config.label2id if Path(model).is_dir() else None
+    return {str(name): int(number) for name, number in known.items()} if known else None
 
 
 def _parsed(text: str) -> Any:

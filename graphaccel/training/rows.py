@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, Subset
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 from graphaccel.data.packed import PackedTokens
 from graphaccel.errors import BadTraining
 from graphaccel.training import images, models, text
 from graphaccel.training.settings import Settings
+from graphaccel.training.table import Table
 
 _TEXTS = {"sequence-classification": ("text", "label"), "seq2seq": ("source", "target")}
 
@@ -23,8 +23,8 @@ _TEXTS = {"sequence-classification": ("text", "label"), "seq2seq": ("source", "t
 class Rows:
     """What a model is trained and evaluated on. tokenizer: None for pictures."""
 
-    train: Dataset
-    validation: Dataset
+    train: Table
+    validation: Table
     tokenizer: PreTrainedTokenizerFast | None
 
 
@@ -69,7 +69,7 @@ def _of_tokens(
     packed = text.packed_rows(settings, settings.data, tokenizer, "train")
     if settings.validation:
         other = text.packed_rows(settings, settings.validation, tokenizer, "validation")
-        parts: tuple[Dataset, Dataset] = (packed, other)
+        parts: tuple[Table, Table] = (packed, other)
     else:
         parts = _split_in_order(packed, settings.split)
     train, validation = (text.Selected(part, frozenset(names)) for part in parts)
@@ -83,7 +83,7 @@ def _of_tokens(
     )
 
 
-def _split_in_order(packed: PackedTokens, shares: str) -> tuple[Dataset, Dataset]:
+def _split_in_order(packed: PackedTokens, shares: str) -> tuple[Table, Table]:
     _shares(shares)
     train, validation = packed.split(shares)
     return train, validation
@@ -119,7 +119,7 @@ def _of_pictures(settings: Settings, config: PretrainedConfig) -> Rows:
     high, wide = size if isinstance(size, (list, tuple)) else (size, size)
     shape = (getattr(config, "num_channels", 3), high, wide)
 
-    def rows(part: Sequence[tuple[Any, str]]) -> Dataset:
+    def rows(part: Sequence[tuple[Any, str]]) -> Table:
         return images.Pictures(
             [picture for picture, _ in part], [label for _, label in part], numbers, shape
         )
@@ -156,10 +156,4 @@ def _numbers(config: PretrainedConfig, model: str, names: set[str]) -> Mapping[s
         return known
     in_order = sorted(names, key=lambda name: (int(name) if name.isdigit() else 0, name))
     models.labels_of(config, in_order)
-    return config.label2id
-
-
-def first_rows(rows: Dataset, count: int | None) -> Dataset:
-    """The first rows, or all."""
-    size = len(rows)  # pyright: ignore[reportArgumentType]
-    return rows if count is None or count >= size else Subset(rows, range(count))
+    return {name: number for number, name in enumerate(in_order)}

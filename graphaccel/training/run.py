@@ -17,8 +17,9 @@ from graphaccel.integrations.transformers import Trainer
 from graphaccel.training.batch import batch_pins
 from graphaccel.training.metrics import MetricsFile
 from graphaccel.training.models import make_model, read_config
-from graphaccel.training.rows import Rows, first_rows, make_rows
+from graphaccel.training.rows import Rows, make_rows
 from graphaccel.training.settings import Settings
+from graphaccel.training.table import FirstRows
 
 _CLASSES = ("sequence-classification", "image-classification")
 
@@ -37,13 +38,13 @@ def train(settings: Settings, pins: Mapping[str, Any], devices: int) -> dict[str
     model = make_model(settings.task, settings.model, config)
     batch = settings.global_batch // settings.gradient_accumulation
     planned = {**pins, **batch_pins(settings, pins, devices), "devices": devices}
-    validation = first_rows(
-        rows.validation, settings.eval_batches and settings.eval_batches * batch
-    )
+    validation = rows.validation
+    if settings.eval_batches is not None:
+        validation = FirstRows(validation, settings.eval_batches * batch)
     trainer = Trainer(
         model=model,
         args=_arguments(settings, rows, evaluated=len(validation) > 0),
-        train_dataset=first_rows(rows.train, _whole_batches(settings, rows)),
+        train_dataset=FirstRows(rows.train, _whole_batches(settings, rows)),
         eval_dataset=validation if len(validation) else None,
         compute_metrics=_accuracy if settings.task in _CLASSES else None,
         callbacks=_callbacks(settings),
@@ -93,7 +94,7 @@ def _arguments(settings: Settings, rows: Rows, *, evaluated: bool) -> TrainingAr
 
 def _whole_batches(settings: Settings, rows: Rows) -> int:
     """Training rows in whole global batches. Raises BadData (GA417) where there is none."""
-    count = len(rows.train)  # pyright: ignore[reportArgumentType]
+    count = len(rows.train)
     if count < settings.global_batch:
         raise BadData(
             place=", ".join(settings.data),

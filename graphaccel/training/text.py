@@ -18,6 +18,7 @@ from graphaccel.data.token_file import TokenFile
 from graphaccel.data.tokenize import tokenize
 from graphaccel.errors import BadData, BadTraining
 from graphaccel.training.settings import Settings
+from graphaccel.training.table import Table
 
 IGNORED = -100
 END = "<|endoftext|>"
@@ -86,7 +87,7 @@ def packed_rows(
             lines,
             settings.output,
             prefix,
-            end=tokenizer.eos_token,
+            end=str(tokenizer.eos_token) if tokenizer.eos_token else None,
             workers=min(8, os.cpu_count() or 1),
             skip_bad_lines=settings.skip_bad_lines,
         )
@@ -109,11 +110,11 @@ def _newer(prefix: Path, sources: Sequence[Path]) -> bool:
 class Selected(Dataset):
     """Rows of another data set with some of their tensors only."""
 
-    rows: Dataset
+    rows: Table
     names: frozenset[str]
 
     def __len__(self) -> int:
-        return len(self.rows)  # pyright: ignore[reportArgumentType]
+        return len(self.rows)
 
     def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
         return {name: value for name, value in self.rows[row].items() if name in self.names}
@@ -128,19 +129,19 @@ class MaskedTokens(Dataset):
     """
 
     def __init__(
-        self, rows: Dataset, tokenizer: PreTrainedTokenizerFast, share: float, seed: int
+        self, rows: Table, tokenizer: PreTrainedTokenizerFast, share: float, seed: int
     ) -> None:
         if tokenizer.mask_token_id is None:
             raise BadTraining(what="the tokenizer has no mask token", help_line="--tokenizer bytes")
         self.rows, self.share, self.seed, self.epoch = rows, share, seed, 0
-        self._mask, self._words = tokenizer.mask_token_id, len(tokenizer)
+        self._mask, self._words = torch.tensor(tokenizer.mask_token_id), len(tokenizer)
 
     def set_epoch(self, epoch: int) -> None:
         """Other masks in each epoch."""
         self.epoch = epoch
 
     def __len__(self) -> int:
-        return len(self.rows)  # pyright: ignore[reportArgumentType]
+        return len(self.rows)
 
     def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
         given = dict(self.rows[row])
