@@ -91,11 +91,14 @@ def _why(facts: Facts) -> list[str]:
     others = _of_kinds(plan.alternatives)
     if not others:
         lines.append("  no other way to use these devices was possible or allowed")
-    for place, other in enumerate(others):
-        head = "  next best:  " if place == 0 else " " * 14
-        why = f"  {seconds_text(other.seconds)}  {other.reason}"
-        name = clipped(other.name, max(24, WIDTH - len(head) - len(why)))
-        lines.append(clipped(f"{head}{name}{why}"))
+    head = "  next best:  "
+    reasons = [f"  {seconds_text(other.seconds):>7}  {other.reason}" for other in others]
+    room = max(24, WIDTH - len(head) - max(map(len, reasons), default=0))
+    width = min(room, max((len(other.name) for other in others), default=0))
+    for other, reason in zip(others, reasons, strict=True):
+        name = clipped(other.name, width)
+        lines.append(clipped(f"{head}{name:<{width}}{reason}"))
+        head = " " * len(head)
     terms = facts.prediction.terms
     lines.append(f"  most of the time goes to {owner_of(max(terms, key=lambda name: terms[name]))}")
     for note in (*plan.notes[:_NOTES], plan.certificate):
