@@ -166,7 +166,23 @@ def _batch_placement(step: StepGraph, over_time: bool) -> BatchPlacement:
             for node in step.graph.graph.nodes
             if node.op == "call_function" and not _grows(node, _place(placed, node))
         ]
+    if over_time:
+        odd += _gradients_first(placed)
     return replace(placed, conflicts=(*placed.conflicts, *odd))
+
+
+def _gradients_first(placed: BatchPlacement) -> list[Conflict]:
+    """Nodes of the head, which runs before any backward, that read what a backward computes: a
+    gradient goes through an op that has no parts of the batch (`linalg.matrix_exp`)."""
+    reason = "in the backward it needs the gradient of the whole batch"
+    return [
+        Conflict(node, reason)
+        for node in sorted(placed.head)
+        for read in node.all_input_nodes
+        if read not in placed.head
+        and read.meta.get("phase") == "backward"
+        and _place(placed, read) != REPLICATED
+    ]
 
 
 def split_limits(step: StepGraph) -> Limits:
