@@ -18,7 +18,7 @@ class Parametrized(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.first = nn.Linear(8, 8)
-        self.last = getattr(parametrizations, kind)(nn.Linear(8, 4))
+        self.last = getattr(parametrizations, kind)(nn.Linear(8, 8))
 
     def forward(self, rows: Tensor, wanted: Tensor) -> Tensor:
         return F.mse_loss(self.last(self.first(rows).tanh()), wanted)
@@ -27,7 +27,7 @@ class Parametrized(nn.Module):
 def step(kind: str, **pins: int) -> dict[str, Tensor]:
     torch.manual_seed(0)
     model = Parametrized(kind).double()
-    rows, wanted = torch.randn(8, 8).double(), torch.randn(8, 4).double()
+    rows, wanted = torch.randn(2, 8, 8).double()
     if pins:
         graphaccel.optimize(model, torch.optim.SGD(model.parameters(), lr=0.1), devices=1, **pins)
     model(rows, wanted).backward()
