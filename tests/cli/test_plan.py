@@ -195,7 +195,9 @@ def test_a_script_is_run_up_to_its_first_training_batch(
     captured = capsys.readouterr()
     assert "graphaccel: running train.py up to its first training batch\n" in captured.err
     assert printed in captured.err  # standard output is the report's alone
-    assert captured.out.startswith("model   Model   1,088 parameters")
+    precision, model, *_ = captured.out.splitlines()
+    assert precision.startswith("precision float32 as your script has it")
+    assert model.startswith("model   Model   1,088 parameters")
     assert "PLAN    data 2 x pipeline 2" in captured.out
     assert "pinned: data, pipeline\n" in captured.out
     assert "assumed SGD" in captured.out
