@@ -153,7 +153,8 @@ def test_what_was_found_is_shown_when_something_later_fails(
         with pytest.raises(error):
             plan(*line)
     out, err = capsys.readouterr()
-    assert out.startswith("model   Model")
+    assert out.startswith("precision float32")
+    assert "\nmodel   Model" in out
     assert "\nsaved p.json: run it with" in out
     assert f"graphaccel: left out: {left_out}\n" in err
     assert json.loads(Path("t.json").read_text())["traceEvents"]
