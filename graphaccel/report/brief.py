@@ -9,6 +9,7 @@ from graphaccel.report.certainty import error_text
 from graphaccel.report.explanation import answer_lines
 from graphaccel.report.facts import Facts, fold
 from graphaccel.report.format import WIDTH, clipped, plural, seconds_text, wrapped
+from graphaccel.report.ort import ort_lines
 from graphaccel.report.text import (
     head_lines,
     host_lines,
@@ -60,7 +61,7 @@ def _decisions(facts: Facts) -> list[str]:
     if plan.selective:
         blocks = [name for own in plan.selective for name in own.blocks]
         lines.append(clipped(f"  recompute in part {fold(blocks, parameters=False)}"))
-    return lines
+    return lines + [clipped(line) for line in ort_lines(plan)[:1]]
 
 
 def _memory(facts: Facts) -> list[str]:
