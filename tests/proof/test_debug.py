@@ -11,7 +11,7 @@ from torch import nn
 import graphaccel.debug
 from graphaccel.cli import main as cli
 from graphaccel.compiler import captures
-from graphaccel.runtime.parameters.remote import RemoteTensor
+from graphaccel.runtime.parameters.remote import Elsewhere, RemoteTensor
 from tests.proof.models import Net, Reverse, batch, plain_step, seeded
 
 REVERSED = """
@@ -64,7 +64,8 @@ def test_bisect_names_the_first_node(forgetful: None, capsys: pytest.CaptureFixt
 
 def test_bisect_needs_whole_weights(forgetful: None) -> None:
     model = seeded(Net)
-    remote = RemoteTensor(model.first.weight.detach(), None, torch.device("cpu"))
+    where = Elsewhere(None, frozenset())
+    remote = RemoteTensor(model.first.weight.detach(), where, torch.device("cpu"))
     model.first.weight = nn.Parameter(remote)
     with pytest.raises(graphaccel.errors.GraphMisuse, match="not whole on this rank"):
         graphaccel.debug.bisect(model, batch().leaves)

@@ -38,7 +38,7 @@ from graphaccel.compat.torch.autograd import (
 from graphaccel.compat.torch.fakes import FakeTensor
 from graphaccel.kernels.ops.ctc_loss import ctc_loss
 
-INSIDE = (f"{torch.__path__[0]}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
+INSIDE = (f"{torch.__path__[0]}{os.sep}", f"{Path(__file__).parents[2]}{os.sep}")
 """Folders of torch and of graphaccel: frames in them are not the user's."""
 
 

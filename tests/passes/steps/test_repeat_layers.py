@@ -99,7 +99,7 @@ def columns(profile: Profile, cluster: Cluster, plan: Plan) -> list[object]:
         sized.host_backward, sized.bytes, sized.passing_forward, sized.passing_backward,
         sized.gradients,
     ]  # fmt: skip
-    for name in "made at ahead value input common kept released floating gradient".split():
+    for name in "row at ahead value input common kept released floating gradient".split():
         arrays.append(getattr(storages, name))
     plain = [profile.modules, profile.parameters, profile.partial, profile.block_names]
     return [*plain, sized.batch_bytes, sized.launches, *(a.tolist() for a in arrays)]
