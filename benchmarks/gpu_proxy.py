@@ -9,7 +9,7 @@ autograd's joint graph of the captured forward in bfloat16, with Inductor's deco
 min-cut, and Inductor for an H200. "graphaccel" is the program of our plan for one H200, as it would
 run there: pieces by Inductor, the other calls and what is inside fused ops call by call.
 
-Counted are forward and backward: launches, and bytes of all but matrix products, every tensor that
+Counted are forward and backward: launches, and bytes of all but matmuls, every tensor that
 a launch reads or writes once for reading and once for writing (`benchmarks.launches`). Host time is
 processor time of a training step at toy sizes on this CPU, of FX code, beside eager's. No figure is
 a time on a GPU. GPUs are pretended: an H200's properties, no kernels (`benchmarks.pretend_gpu`).

@@ -107,7 +107,7 @@ def tokenize(
     ):
         for chunk, found in each(encoder, _chunks(map(Path, paths))):
             if found.bad and not skip_bad_lines:
-                raise _bad_line(chunk.path, *found.bad[0])
+                raise bad_line(chunk.path, *found.bad[0])
             writer.add_many(found.tokens, found.lengths)
             count = Written(
                 count.documents + len(found.lengths),
@@ -177,7 +177,8 @@ def _end_token(file: Path, end: str | None) -> int | None:
     return number
 
 
-def _bad_line(path: str, line: int, reason: str) -> BadData:
+def bad_line(path: str, line: int, reason: str) -> BadData:
+    """The error (GA417) for a line of a file that can not be read."""
     return BadData(
         place=f"{path}:{line}",
         reason=reason,

@@ -1,4 +1,4 @@
-"""Adds products of 16-bit matrices to a float32 sum, in the product itself where possible."""
+"""Adds matmuls of 16-bit matrices to a float32 sum, in the matmul itself where possible."""
 
 from __future__ import annotations
 

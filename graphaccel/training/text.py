@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from graphaccel.data.packed import PackedTokens
 from graphaccel.data.token_file import TokenFile
-from graphaccel.data.tokenize import tokenize
+from graphaccel.data.tokenize import bad_line, tokenize
 from graphaccel.errors import BadData, BadTraining
 from graphaccel.training.settings import Settings
 from graphaccel.training.table import Table
@@ -191,11 +191,7 @@ def _lines(path: Path, keys: Sequence[str], skip: bool) -> Iterator[dict[str, An
             if not reason:
                 yield example
             elif not skip:
-                raise BadData(
-                    place=f"{path}:{number}",
-                    reason=reason,
-                    help_line="mend the line, or count such lines and go on:  --skip-bad-lines",
-                )
+                raise bad_line(str(path), number, reason)
 
 
 def _example(line: str, keys: Sequence[str]) -> tuple[Any, str]:
