@@ -76,6 +76,54 @@ def test_gradients_are_those_of_eager_mode(kind: type[nn.Module]) -> None:
         torch.testing.assert_close(got, true, rtol=1e-12, atol=1e-14)
 
 
+SAME = {
+    "to": lambda h: h.to(h.dtype),
+    "cpu": lambda h: h.cpu(),
+    "double": lambda h: h.double(),
+    "type_as": lambda h: h.type_as(h),
+    "dropout": lambda h: F.dropout(h, 0.5, training=False),
+    "flatten": lambda h: h.flatten(1),
+    "real": torch.real,
+    "resolve_conj": lambda h: h.resolve_conj(),
+    "at_least": torch.atleast_2d,
+    "broadcast": lambda h: torch.broadcast_tensors(h, h)[0],
+    "positive": lambda h: +h,
+}
+"""Calls that return the tensor they are given."""
+
+
+class Reused(nn.Module):
+    """Reads an activation after a block without gradients in which such a call returned it."""
+
+    def __init__(self, same: str) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.same = same
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.first(x)
+        with torch.no_grad():
+            returned = SAME[self.same](hidden)
+            scale = returned.abs().mean()
+        return F.mse_loss(self.second(hidden) * scale + returned, y)
+
+
+@pytest.mark.parametrize("same", SAME)
+def test_an_op_that_returns_its_argument_detaches_nothing(same: str) -> None:
+    torch.manual_seed(2)
+    plain = Reused(same).double()
+    x, y = torch.randn(2, 4, WIDTH, dtype=torch.float64)
+    assert SAME[same](x) is x
+    plain(x, y).backward()
+    planned = copy.deepcopy(plain)
+    planned.zero_grad()
+    graphaccel.optimize(planned, devices=1, check="off")
+    planned(x, y).backward()
+    for (name, true), got in zip(plain.named_parameters(), planned.parameters(), strict=True):
+        assert true.grad is not None
+        torch.testing.assert_close(got.grad, true.grad, rtol=1e-12, atol=1e-14, msg=name)
+
+
 def test_inference_mode_is_itself_again_afterwards() -> None:
     capture(Taught(), flatten_call(tuple(torch.randn(2, 4, WIDTH)), {}))
     with torch.inference_mode():

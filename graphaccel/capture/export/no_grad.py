@@ -7,16 +7,21 @@ exported                                                after
 Export represents such a region as a subgraph, and drops the no-grad mode when it inlines that
 subgraph. So the region's inputs that have a gradient are detached first; inputs without one (masks,
 rotary tables) stay as they are.
+
+An op that returns its own argument (`x.to(x.dtype)`, dropout in evaluation) makes no new tensor, so
+no-grad mode does not apply to it; yet export takes what it returns for a value of the region, and
+reads that value wherever the argument is used afterwards. Such ops are removed first.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 
 import torch
 from torch import fx
 
-from graphaccel.compat.torch.ops import grad_region, schema, written_arguments
+from graphaccel.compat.torch.ops import grad_region, is_composite, schema, written_arguments
 
 aten = torch.ops.aten
 
@@ -55,6 +60,8 @@ def _walk(graph: fx.GraphModule, tracked: set[fx.Node]) -> None:
             enabled, name, inputs = region
             inner = getattr(graph, name)
             inner.forward = fx.Interpreter(inner).run  # what traces it then sees its nodes' lines
+            if not enabled:
+                _remove_identities(inner, node, inputs)
             places = [n for n in inner.graph.nodes if n.op == "placeholder"]
             pairs = zip(places, inputs, strict=True)
             within = {place for place, source in pairs if source in tracked}
@@ -75,6 +82,37 @@ def _walk(graph: fx.GraphModule, tracked: set[fx.Node]) -> None:
         tracked.add(node)
         for written in written_arguments(node):
             tracked.add(_root(written))
+
+
+def _remove_identities(inner: fx.GraphModule, call: fx.Node, inputs: tuple[fx.Node, ...]) -> None:
+    """Replace results that are an argument itself by that argument, in a region and after it."""
+    for node in list(inner.graph.nodes):
+        for same, source in _identities(node):
+            same.replace_all_uses_with(source)
+    output = next(n for n in inner.graph.nodes if n.op == "output")
+    places = [n for n in inner.graph.nodes if n.op == "placeholder"]
+    source_of = dict(zip(places, inputs, strict=True))
+    for read in list(call.users):
+        if read.target is operator.getitem and output.args[0][read.args[1]] in source_of:
+            read.replace_all_uses_with(source_of[output.args[0][read.args[1]]])
+
+
+def _identities(node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
+    """(result, argument) of an op that returns an argument itself, found by running it."""
+    op = node.target
+    if not hasattr(op, "_schema") or op._schema.is_mutable or not is_composite(op):
+        return []
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    arguments = {id(n.meta["val"]): n for n in node.all_input_nodes}
+    result = op(*args, **kwargs)
+    if isinstance(result, torch.Tensor):
+        return [(node, arguments[id(result)])] if id(result) in arguments else []
+    if not isinstance(result, (list, tuple)):
+        return []
+    reads = [u for u in node.users if u.target is operator.getitem]
+    return [
+        (u, arguments[id(result[u.args[1]])]) for u in reads if id(result[u.args[1]]) in arguments
+    ]
 
 
 def _detach(graph: fx.GraphModule, tracked: set[fx.Node]) -> None:
