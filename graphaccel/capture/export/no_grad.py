@@ -59,7 +59,6 @@ def _walk(graph: fx.GraphModule, tracked: set[fx.Node]) -> None:
         if region is not None:
             enabled, name, inputs = region
             inner = getattr(graph, name)
-            inner.forward = fx.Interpreter(inner).run  # what traces it then sees its nodes' lines
             if not enabled:
                 _remove_identities(inner, node, inputs)
             places = [n for n in inner.graph.nodes if n.op == "placeholder"]
@@ -67,10 +66,11 @@ def _walk(graph: fx.GraphModule, tracked: set[fx.Node]) -> None:
             within = {place for place, source in pairs if source in tracked}
             if not enabled:
                 _detach(inner, within)
-                continue
-            _walk(inner, within)
-            if within:
-                tracked.add(node)
+            else:
+                _walk(inner, within)
+                if within:
+                    tracked.add(node)
+            inner.forward = fx.Interpreter(inner).run  # what traces it then sees its nodes' lines
             continue
         for written in written_arguments(node):
             if _detached(written) and _root(written) in tracked:
