@@ -190,7 +190,8 @@ class Pair:
         first |= {id(p): n for n, p in model.named_parameters()}
         held = {**parameters, **buffers}
         new = {first[id(held[n])]: value for n, value in made.buffers.items()}
-        return replace(made, buffers=new)
+        sizes_of = {first[id(held[n])]: size for n, size in made.magnitudes.items()}
+        return replace(made, buffers=new, magnitudes=sizes_of)
 
 
 def pair_of(

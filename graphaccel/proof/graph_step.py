@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -14,7 +14,8 @@ from torch.fx.node import map_aggregate
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import evaluate, with_integers
 from graphaccel.kernels.ops.attention_cuda import attention_on_gpu
-from graphaccel.proof.results import Results
+from graphaccel.proof.magnitudes import Magnitudes
+from graphaccel.proof.results import Results, norm_of
 
 Observer = Callable[[fx.Node, Any], None]
 Keep = Callable[[Tensor], Any]
@@ -65,6 +66,7 @@ def run_graph(
     results = {n for n in outputs if isinstance(n, fx.Node)}
     made: dict[fx.Node, Any] = {}
     output: list[Any] = []
+    magnitudes = Magnitudes(step.graph.graph, _new_buffers(step).values())
     for node in step.graph.graph.nodes:
         if node.op == "placeholder":
             values[node] = next(given)
@@ -75,6 +77,7 @@ def run_graph(
         else:
             output = [made.get(n) if isinstance(n, fx.Node) else n for n in node.args[0]]
             break
+        magnitudes.see(node, values[node], lambda n, v: _call(n, sizes, v, inputs.device))
         uses[node] = len(node.users)
         if node in results:
             made[node] = _result(values[node], keep)
@@ -87,7 +90,16 @@ def run_graph(
                 del values[source]
         if not uses[node]:
             del values[node]
-    return _sorted(step, output)
+    sizes_of = {
+        k: magnitudes.found[n] for k, n in _new_buffers(step).items() if n in magnitudes.found
+    }
+    return replace(_sorted(step, output), magnitudes={k: norm_of(t) for k, t in sizes_of.items()})
+
+
+def _new_buffers(step: StepGraph) -> dict[str, Any]:
+    """The outputs that are new values of buffers, by name."""
+    outputs: Any = step.graph.graph.output_node().args[0]
+    return {s.name: n for s, n in zip(step.outputs, outputs, strict=True) if s.kind == "buffer"}
 
 
 def _given(step: StepGraph, inputs: Inputs) -> list[Any]:

@@ -37,7 +37,8 @@ SECONDS = 10.0
 prediction of the compute time of all devices together."""
 _SHOWN = 8
 _BOUNDS = {"float64": (1e-8, 1e-12), "float32": (1e-3, 1e-5), "narrow": (3e-2, 1e-2)}
-"""Narrowest dtype → how far a norm may be off, relative to itself and to the largest gradient.
+"""Narrowest dtype → how far a norm may be off, relative to itself; and a gradient's relative to the
+largest gradient, a buffer's to the terms that it is a sum of.
 
 Parts of a batch are summed in another order than the whole, which a norm averages out: zoo models
 are at 1e-6 in float32. A gradient that is mathematically zero is rounding, of the size of the
@@ -66,6 +67,7 @@ class Expected:
     """What the captured graph gives for the whole batch, as sums: (squared norm, dot product with
     the direction) by name.
 
+    terms: of buffers that are sums, the norm of the sums of absolute values, by the same names.
     constant: with constants in the place of random draws. tried: whether a trial step is compared
     (`proof.trial`), because the training step gives other numbers or no gradients yet.
     """
@@ -73,6 +75,7 @@ class Expected:
     plan: str
     dtype: str
     values: Mapping[str, Sums] = field(repr=False)
+    terms: Mapping[str, float] = field(default_factory=dict, repr=False)
     constant: bool = False
     tried: bool = False
 
@@ -130,7 +133,7 @@ class Expected:
 
     def _compared(self, everyone: list[Mapping[str, Part]]) -> tuple[list[str], float]:
         """(a sentence for each value that differs, the largest relative error)."""
-        bound, _ = _BOUNDS[self.dtype]
+        bound, rounding = _BOUNDS[self.dtype]
         floor = self._floor
         found = {name: None for one in everyone for name in one}
         wrong, largest = [], 0.0
@@ -141,7 +144,7 @@ class Expected:
                     f"{name}: {'no rank has one' if name in self.values else 'one device has none'}"
                 )
                 continue
-            least = floor if name.startswith("gradient") else 0.0
+            least = floor if name.startswith("gradient") else rounding * self.terms.get(name, 0.0)
             for square, along in _totals(parts):
                 error = _relative((square, along), self.values[name], least / bound)
                 largest = max(largest, error)
@@ -237,8 +240,9 @@ def expect(
     values |= {f"gradient of `{n}`": sums for n, sums in made.gradients.items()}
     values |= {f"gradient of input {n}": sums for n, sums in made.inputs.items()}
     values |= {f"new value of `{n}`": sums for n, sums in made.buffers.items()}
+    terms = {f"new value of `{n}`": size for n, size in made.magnitudes.items()}
     tried = constant or made.loss is None
-    return Expected(plan.name, _dtype(pair, plan), values, constant=constant, tried=tried)
+    return Expected(plan.name, _dtype(pair, plan), values, terms, constant, tried)
 
 
 def expect_together(

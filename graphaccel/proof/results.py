@@ -21,8 +21,8 @@ there.
 """
 _FLOOR = {torch.float64: 1e-13, torch.float32: 1e-7}
 """Relative to the largest gradient: a gradient that is mathematically zero (the bias of attention's
-keys) is the rounding of terms that cancel. In float64 also of buffers, relative to the largest that
-changes: the mean of what a BatchNorm has centred."""
+keys) is the rounding of terms that cancel. Of a buffer: relative to the
+terms that it is a sum of (`Results.magnitudes`), as in the mean of what a BatchNorm has centred."""
 _FEW = 1024
 """Elements in which a finite number is looked for before all of a tensor."""
 _SAFE = 1e-12
@@ -37,7 +37,7 @@ class Results:
     model returned. gradients: by parameter; tied ones by the first of their names. inputs:
     gradients by batch leaf. buffers: new values of those that changed, and of parameters that a
     forward wrote. strangers: shapes of leaves that get a gradient and are not parameters of the
-    model.
+    model. magnitudes: of the graph's buffers that are sums, norms of the sums of absolute values.
     """
 
     loss: Tensor | None
@@ -46,6 +46,7 @@ class Results:
     inputs: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
     strangers: tuple[tuple[int, ...], ...] = field(default=())
+    magnitudes: Mapping[str, float] = field(default_factory=dict)
 
 
 def kept_of(results: Results, keep: Callable[[Tensor], Any]) -> Results:
@@ -60,6 +61,7 @@ def kept_of(results: Results, keep: Callable[[Tensor], Any]) -> Results:
         each(results.gradients),
         each(results.inputs),
         each(results.buffers),
+        magnitudes=results.magnitudes,
     )
 
 
@@ -99,10 +101,9 @@ def shown(error: float) -> str:
 def deviations(graph: Results, eager: Results, dtype: torch.dtype) -> tuple[Deviation, ...]:
     """Deviations of loss, outputs, gradients and buffers. dtype: of the computation."""
     bound = OWN_BOUND[dtype]
-    norms = {id(g): _norm(g) for g in (*eager.gradients.values(), *eager.inputs.values())}
+    norms = {id(g): norm_of(g) for g in (*eager.gradients.values(), *eager.inputs.values())}
     floor = _FLOOR[dtype] * max((n for n in norms.values() if math.isfinite(n)), default=0.0)
-    changed = [_norm(b) for b in eager.buffers.values() if b.is_floating_point()]
-    written = _FLOOR[dtype] * max((n for n in changed if math.isfinite(n)), default=0.0)
+    written = {f"new value of `{n}`": _FLOOR[dtype] * m for n, m in graph.magnitudes.items()}
     found = list(_missing_parameters(eager))
     pairs = (
         *_pairs("loss", "loss", _only(graph.loss), _only(eager.loss)),
@@ -117,9 +118,7 @@ def deviations(graph: Results, eager: Results, dtype: torch.dtype) -> tuple[Devi
             found.append(Deviation(what, math.inf, bound, missing, kind))
             continue
         size = norms.get(id(theirs))
-        least = 0.0 if size is None else floor
-        if kind == "buffer" and dtype == torch.float64:
-            least = written
+        least = written.get(what, 0.0) if size is None else floor
         error, overflow = _relative(ours, theirs, size, least / bound)
         void = _void(theirs, kind, size, least)
         found.append(Deviation(what, error, bound, "", kind, void, overflow))
@@ -158,8 +157,8 @@ def _pairs(
         yield kind, f"{what} {name}".strip(), graph.get(key), eager.get(key)
 
 
-def _norm(value: Tensor) -> float:
-    """In float32 where its squares are in range, which is five times quicker than in float64."""
+def norm_of(value: Tensor) -> float:
+    """Computed in float32 where squares are in range, five times quicker than in float64."""
     if value.dtype == torch.float32:
         norm = float(torch.linalg.vector_norm(value))
         if _SAFE < norm < math.inf:
@@ -178,13 +177,13 @@ def _relative(ours: Tensor, theirs: Tensor, size: float | None, least: float) ->
     if not ours.is_floating_point():
         return math.inf, False
     difference, whole = ours - theirs, theirs
-    error = _norm(difference)
+    error = norm_of(difference)
     if not math.isfinite(error):
         odd = ~torch.isfinite(difference)
         same = (ours == theirs) | (ours.isnan() & theirs.isnan())
         if not bool(same[odd].all()):
             return math.inf, bool(torch.isfinite(theirs[~torch.isfinite(ours)]).any())
         difference, whole, size = difference[~odd], whole[~odd], None
-        error = _norm(difference)
-    size = max(_norm(whole) if size is None else size, least)
+        error = norm_of(difference)
+    size = max(norm_of(whole) if size is None else size, least)
     return (error / size if size else (0.0 if error == 0.0 else math.inf)), False

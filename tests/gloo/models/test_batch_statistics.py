@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import graphaccel
+from graphaccel.errors import PlanDiffers
+from graphaccel.runtime.session import Session
 from tests.gloo.scripts.test_semantics import furthest
 from tests.support.captures import captures_of
 from tests.support.pool import Pool
@@ -96,3 +99,68 @@ def test_over_data(pool: Pool, name: str) -> None:
 def test_over_microbatches(pool: Pool, name: str) -> None:
     pins = {"data": 2, "microbatches": 2}
     assert max(pool.run(2, _difference, name, pins)) <= 1e-10
+
+
+class Centred(nn.Module):
+    """The running mean of an InstanceNorm behind a BatchNorm is zero up to rounding; `forward(x,
+    y)`: [rows, 3, 8] and [rows, 1] → loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv1d(3, 4, 3), nn.Linear(4, 1)
+        self.norm = nn.BatchNorm1d(4)
+        self.inner = nn.InstanceNorm1d(4, track_running_stats=True)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.norm(self.conv(x))
+        return F.mse_loss(self.head(self.inner(x).relu().mean(-1) + x.tanh().mean(-1)), y)
+
+
+@captures_of("centred")
+def _centred(dtype: torch.dtype, pins: dict[str, Any] | None) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = Centred().to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if pins is not None:
+        graphaccel.optimize(model, optimizer, **pins)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(8, 3, 8, dtype=dtype), torch.randn(8, 1, dtype=dtype)).backward()
+        optimizer.step()
+    return model.state_dict() if pins is None else graphaccel.full_state_dict(model)
+
+
+def _centred_difference(dtype: torch.dtype) -> float:
+    return furthest(_centred(dtype, {"data": 2}), _centred(dtype, None))
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
+def test_a_mean_that_is_rounding_is_no_difference(
+    pool: Pool, dtype: torch.dtype, bound: float
+) -> None:
+    assert max(pool.run(2, _centred_difference, dtype)) <= bound
+
+
+def _planted(dtype: torch.dtype, size: float) -> tuple[str, ...]:
+    """What is refused where the mean that is zero is off by `size`."""
+    step = Session.step
+
+    def moved(session: Session, *args: Any) -> Any:
+        result = step(session, *args)
+        session.model.get_buffer("inner.running_mean").add_(size)
+        return result
+
+    with patch.object(Session, "step", moved):
+        try:
+            _centred(dtype, {"data": 2})
+        except PlanDiffers as error:
+            return error.values
+    return ()
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float64, 1e-9), (torch.float32, 1e-4)])
+def test_a_mean_that_is_more_than_rounding_is_found(
+    pool: Pool, dtype: torch.dtype, size: float
+) -> None:
+    for values in pool.run(2, _planted, dtype, size):
+        assert [v.split(":")[0] for v in values] == ["new value of `inner.running_mean`"]
