@@ -1,6 +1,6 @@
 # make demo   set up .venv, then the main job: plan, train on 4 processes, compare with one
-# make test   set up .venv, then all checks and tests; of tests with many cases a third of them
-# make test-all   the same with every case: twice the time, before a release
+# make test   set up .venv, then all checks and tests; of parametrized tests some cases
+# make test-all   the same with every case: three times the time, before a release
 # make types   set up .venv, then check types (a part of `make test`)
 # make docs   set up .venv, then the documents as a site: build/site/README.html
 #

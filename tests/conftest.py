@@ -7,7 +7,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from pathlib import Path
 
 import pytest
@@ -49,7 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Folders whose files take longest first, so that two processes end at the same time."""
     if config.getoption("--cases") == "some":
-        chosen = some_cases([item.nodeid for item in items])
+        chosen = some_cases({item.nodeid: _parameters(item) for item in items})
         config.hook.pytest_deselected(items=[i for i in items if i.nodeid not in chosen])
         items[:] = [i for i in items if i.nodeid in chosen]
     slow = ("gloo", "examples", "planner", "cli", "kernels", "validation", "integrations", "ort")
@@ -60,6 +60,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return slow.index(folder) if folder in slow else len(slow)
 
     items.sort(key=rank)
+
+
+def _parameters(item: pytest.Item) -> dict[str, Hashable]:
+    """The parameters of a case: name → value, or its place among the values where it is not plain,
+    since the text of an object may differ between two processes."""
+    call = getattr(item, "callspec", None)
+    if call is None:
+        return {}
+    plain = (str, int, float, bool, type(None))
+    return {
+        name: value if isinstance(value, plain) else ("place", call.indices[name])
+        for name, value in call.params.items()
+    }
 
 
 def pytest_collection_finish() -> None:
@@ -78,6 +91,6 @@ def _kept() -> Iterator[None]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--update-golden`: write what a golden test got as what it expects; look at the diff.
-    `--cases some`: of tests with many cases a third of them, as `make test` does."""
+    `--cases some`: of parametrized tests some cases (`support/cases.py`), as `make test` does."""
     parser.addoption("--update-golden", action="store_true", default=False)
     parser.addoption("--cases", choices=("all", "some"), default="all")

@@ -1,27 +1,71 @@
-"""Which cases of tests with many a quick run takes."""
+"""Which cases of parametrized tests a quick run takes."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping
 from zlib import crc32
 
 WHOLE = ("cli", "docs", "errors", "support")
-"""Folders of which every case is cheap, or is about a text of its own."""
-_FEWEST = 2
+"""Folders of which every case is cheap, or checks a text of its own."""
+HEAVY = (
+    "capture",
+    "compiler",
+    "gloo",
+    "guards",
+    "integrations",
+    "kernels",
+    "ort",
+    "passes",
+    "planner",
+    "runtime",
+    "sharding",
+    "training",
+)
+"""Folders whose cases take seconds each."""
+
+Cases = Mapping[str, Mapping[str, Hashable]]
+"""Test ids in the order of collection → the parameters of each: name → value."""
 
 
-def some_cases(names: Sequence[str]) -> set[str]:
-    """Of tests by their ids: a third of the cases of each test, but two at least, the same in
-    every run. Chosen by a checksum of the id: every other one would leave out a whole value of the
-    innermost parameter."""
-    cases: dict[str, list[str]] = defaultdict(list)
-    for name in names:
-        cases[name.split("[", 1)[0]].append(name)
+def some_cases(cases: Cases) -> set[str]:
+    """The ids of the cases of a quick run, the same in every run.
+
+    Every test has at least one case, and at most a third of its cases (at least two), or a sixth
+    (at least one) in HEAVY. Within that number, a case comes first that has parameter values which
+    no chosen case of the file has yet, so that tests with the same parameter share its values;
+    in HEAVY there are no other cases. Ties are broken by a checksum of the id.
+    """
+    tests: dict[str, list[str]] = defaultdict(list)
+    for name in cases:
+        tests[name.split("[", 1)[0]].append(name)
+    seen: dict[str, set[tuple[str, Hashable]]] = defaultdict(set)
     chosen: set[str] = set()
-    for test, known in cases.items():
-        count = len(known)
-        if test.split("/")[1] not in WHOLE:
-            count = max(_FEWEST, -(-count // 3))
-        chosen.update(sorted(known, key=lambda name: (crc32(name.encode()), name))[:count])
+    for test, names in sorted(tests.items()):
+        folder = test.split("/")[1]
+        if folder in WHOLE:
+            chosen.update(names)
+            continue
+        heavy = folder in HEAVY
+        limit = max(1, -(-len(names) // 6)) if heavy else max(2, -(-len(names) // 3))
+        chosen |= _covering(
+            {name: cases[name] for name in names}, seen[test.split("::", 1)[0]], limit, heavy
+        )
+    return chosen
+
+
+def _covering(
+    cases: Cases, seen: set[tuple[str, Hashable]], limit: int, only_new: bool
+) -> set[str]:
+    """At most `limit` cases of one test; adds their values to `seen`. only_new: after the first,
+    only cases with a value that is not in `seen`."""
+    left = sorted(cases, key=lambda name: (crc32(name.encode()), name))
+    chosen: set[str] = set()
+    while left and len(chosen) < limit:
+        best = max(left, key=lambda name: len(cases[name].items() - seen))
+        if only_new and chosen and not cases[best].items() - seen:
+            break
+        left.remove(best)
+        chosen.add(best)
+        seen.update(cases[best].items())
     return chosen

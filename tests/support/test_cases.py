@@ -2,26 +2,62 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from itertools import product
+
 from tests.support.cases import some_cases
 
 
+def _cases(test: str, **values: tuple[Hashable, ...]) -> dict[str, dict[str, Hashable]]:
+    """All cases of a test whose parameters take these values."""
+    return {
+        f"{test}[{'-'.join(map(str, case))}]": dict(zip(values, case, strict=True))
+        for case in product(*values.values())
+    }
+
+
 def test_a_third_of_the_cases_and_two_at_least() -> None:
-    many = [f"tests/gloo/test_a.py::test_many[{a}-{b}]" for a in range(6) for b in ("off", "auto")]
-    few = [f"tests/ir/test_b.py::test_few[{n}]" for n in range(3)]
-    one = ["tests/ir/test_b.py::test_one"]
-    chosen = some_cases([*many, *few, *one])
+    many = _cases("tests/report/test_a.py::test_many", a=tuple(range(6)), b=("off", "auto"))
+    few = _cases("tests/ir/test_b.py::test_few", a=(0, 1, 2))
+    one = {"tests/ir/test_b.py::test_one": {}}
+    chosen = some_cases({**many, **few, **one})
     assert len(chosen & set(many)) == 4
     assert len(chosen & set(few)) == 2
     assert chosen >= set(one)
-    assert chosen == some_cases([*one, *reversed(few), *reversed(many)]), "the same in every run"
 
 
-def test_every_value_of_a_parameter_is_met() -> None:
-    names = [f"tests/kernels/test_a.py::test_x[{a}-{b}]" for a in range(20) for b in "pq"]
-    chosen = some_cases(names)
-    assert {name[-2] for name in chosen} == {"p", "q"}
+def test_a_sixth_and_one_at_least_where_cases_take_seconds() -> None:
+    many = _cases("tests/gloo/test_a.py::test_many", a=tuple(range(12)))
+    few = _cases("tests/gloo/test_b.py::test_few", a=(0, 1, 2))
+    chosen = some_cases({**many, **few})
+    assert len(chosen & set(many)) == 2
+    assert len(chosen & set(few)) == 1
+
+
+def test_the_order_of_tests_changes_nothing() -> None:
+    files = "tests/gloo/test_a.py", "tests/ir/test_b.py"
+    tests = [
+        _cases(f"{file}::test_{n}", plan=("data", "pipeline"), size=(1, 2, 3))
+        for file in files
+        for n in range(3)
+    ]
+    forward = {name: values for test in tests for name, values in test.items()}
+    assert some_cases(forward) == some_cases(dict(reversed(forward.items())))
+
+
+def test_tests_of_a_file_share_the_values_of_a_parameter() -> None:
+    plans = ("data", "pipeline", "tensor")
+    tests = [_cases(f"tests/gloo/test_a.py::test_{n}", plan=plans) for n in range(3)]
+    chosen = some_cases({name: values for test in tests for name, values in test.items()})
+    assert len(chosen) == 3
+    assert {name.split("[")[1] for name in chosen} == {f"{plan}]" for plan in plans}
+
+
+def test_every_value_of_a_parameter_occurs() -> None:
+    cases = _cases("tests/kernels/test_a.py::test_x", a=tuple(range(20)), b=("p", "q"))
+    assert {name[-2] for name in some_cases(cases)} == {"p", "q"}
 
 
 def test_texts_are_checked_whole() -> None:
-    names = [f"tests/errors/test_texts.py::test_text[{n}]" for n in range(9)]
-    assert some_cases(names) == set(names)
+    cases = _cases("tests/errors/test_texts.py::test_text", n=tuple(range(9)))
+    assert some_cases(cases) == set(cases)
