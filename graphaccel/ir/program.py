@@ -232,12 +232,12 @@ class StepProgram:
     backward_edges: frozenset[tuple[int, int]]
     loss_partial: bool
     shared: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    output_places: Mapping[int, str | int] = field(default_factory=dict)
+    output_places: Mapping[int, object] = field(default_factory=dict)
     random: bool = False
     shared_draws: bool = False
     resting: Mapping[str, tuple[Sharded, ...]] = field(default_factory=dict)
     partial: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    input_places: Mapping[int, str | int] = field(default_factory=dict)
+    input_places: Mapping[int, object] = field(default_factory=dict)
     data: int = 1
     bare: StageProgram | None = field(default=None, repr=False)
     owned: Mapping[str, Owned] = field(default_factory=dict)

@@ -11,10 +11,12 @@ DDP_READS = "_ddp_params_and_buffers_to_ignore"
 
 def clear_flat_weight_refs(model: torch.nn.Module) -> None:
     """Clear the weak references by which recurrent layers notice replaced weights: a tensor that
-    has some can not be swapped. Swapped weights keep their identity: there is nothing to notice."""
+    has some can not be swapped. Swapped weights keep their identity: there is nothing to notice.
+
+    One None for each weight: torch 2.13 compares their numbers."""
     for module in model.modules():
         if isinstance(module, torch.nn.RNNBase):
-            module._flat_weight_refs = []
+            module._flat_weight_refs = [None] * len(module._flat_weights_names)
 
 
 def is_compiled(model: torch.nn.Module) -> bool:

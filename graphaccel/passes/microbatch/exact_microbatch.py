@@ -48,6 +48,7 @@ from graphaccel.ir.program import Prologue
 from graphaccel.ir.values import fake_like, propagate, returned
 from graphaccel.passes.microbatch.around_head import Around, sharded_dim
 from graphaccel.passes.microbatch.prologue import build_prologue
+from graphaccel.passes.microbatch.sections import at_sizes, grows, has_sections
 from graphaccel.planner.plan.limits import Limit, Limits
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.sharding.rules.batch_placement import (
@@ -56,6 +57,7 @@ from graphaccel.sharding.rules.batch_placement import (
     WHOLE_SUM,
     BatchPlacement,
     Conflict,
+    Placement,
 )
 from graphaccel.sharding.rules.notation import tensor_arguments
 from graphaccel.sharding.rules.propagate import place_batch
@@ -102,7 +104,7 @@ def exact_microbatch(
     made = _Local(step, plan, placed, whole)
     local = made.build(fakes)
     prologue = build_prologue(step, whole, made.hoisted)
-    places = tuple(_place(placed, n) for n in returned(step.graph))
+    places = tuple(at_sizes(n, _place(placed, n), step.sizes, whole) for n in returned(step.graph))
     return LocalStep(local, prologue, places, bool(placed.head))
 
 
@@ -117,7 +119,7 @@ def batch_placement(step: StepGraph, *, over_time: bool = False) -> BatchPlaceme
 def _batch_placement(step: StepGraph, over_time: bool) -> BatchPlacement:
     placeholders = [n for n in step.graph.graph.nodes if n.op == "placeholder"]
     pairs = list(zip(placeholders, step.inputs, strict=True))
-    batch = {
+    batch: dict[str, Placement] = {
         n.name: step.batch_dims[s.leaf]
         for n, s in pairs
         if s.kind == "batch" and s.leaf in step.batch_dims
@@ -133,19 +135,13 @@ def _batch_placement(step: StepGraph, over_time: bool) -> BatchPlacement:
         for n, s in pairs
         if s.kind in ("parameter", "tangent") or (s.kind == "buffer" and s.name in written)
     )
-    placed = place_batch(
-        step.graph.graph,
-        batch,
-        BATCH,
-        step.sizes.get(BATCH, 1),
-        learned,
-        over_time=over_time,
-        headed=step.has_loss,
-    )
+    placed = _placed(step, batch, learned, over_time)
+    within = {n.name: _place(placed, output) for n, output in tangents.items()}
+    within = {name: place for name, place in within.items() if isinstance(place, Shard)}
+    if within:  # the gradient of an output is where the output is
+        placed = _placed(step, batch := batch | within, learned, over_time)
     odd = [
-        Conflict(
-            node, f"output {spec.leaf} of the model does not lie in its dims as the batch does"
-        )
+        Conflict(node, f"output {spec.leaf} of the model is not split as the batch is")
         for n, spec in pairs
         if (node := tangents.get(n)) is not None
         and _mismatch(batch.get(n.name), _place(placed, node))
@@ -158,17 +154,31 @@ def _batch_placement(step: StepGraph, over_time: bool) -> BatchPlacement:
     odd += [
         Conflict(node, f"in output {spec.leaf} of the model the batch lies inside another dim")
         for spec, node in results.items()
-        if spec.kind == "output" and isinstance(_place(placed, node), Shard)
+        if spec.kind == "output" and not has_sections(node, _place(placed, node), step.sizes)
     ]
     if BATCH in step.sizes:
         odd += [
             Conflict(node, "its dim of the examples has the same size for every batch")
             for node in step.graph.graph.nodes
-            if node.op == "call_function" and not _grows(node, _place(placed, node))
+            if node.op == "call_function" and not grows(node, _place(placed, node))
         ]
     if over_time:
         odd += _gradients_first(placed)
     return replace(placed, conflicts=(*placed.conflicts, *odd))
+
+
+def _placed(
+    step: StepGraph, batch: Mapping[str, Placement], learned: frozenset[str], over_time: bool
+) -> BatchPlacement:
+    return place_batch(
+        step.graph.graph,
+        batch,
+        BATCH,
+        step.sizes.get(BATCH, 1),
+        learned,
+        over_time=over_time,
+        headed=step.has_loss,
+    )
 
 
 def _gradients_first(placed: BatchPlacement) -> list[Conflict]:
@@ -233,25 +243,15 @@ def _limit(step: StepGraph, conflict: Conflict) -> Limit:
     )
 
 
-def _grows(node: fx.Node, place: Any) -> bool:
-    """Whether of a value's dims the one of the batch grows with it, and no other does. A constant
-    size that the batch happens to fill (`x.view(2, -1, 3)`) does not."""
-    at = place.dim if isinstance(place, Shard) else place
-    if not isinstance(at, int) or not isinstance(node.meta.get("val"), torch.Tensor):
-        return True
-    dims = enumerate(node.meta["dims"])
-    return [d for d, n in dims if BATCH in getattr(n, "free_symbols", ())] == [at]
-
-
 def _batch_dim(node: fx.Node) -> int | None:
     """The dim that carries the batch; for an output's tangent it is that of the output."""
     dims = enumerate(node.meta["dims"])
     return next((d for d, n in dims if BATCH in getattr(n, "free_symbols", ())), None)
 
 
-def _mismatch(tangent: int | None, place: Any) -> bool:
+def _mismatch(tangent: Placement | None, place: Any) -> bool:
     """The gradient of a full or of a partial sum is the same for every part of the batch."""
-    return tangent != (place if isinstance(place, int) else None)
+    return tangent != (place if isinstance(place, (int, Shard)) else None)
 
 
 def _place(placed: BatchPlacement, node: Any) -> Any:
@@ -332,7 +332,7 @@ class _Local:
 
     def _part_of_hoisted(self, node: fx.Node, shape: Sequence[int], place: Any) -> list[int]:
         """A further input: each part's slice of a hoisted value. Returns its shape."""
-        dim, outer = sharded_dim(place)
+        dim, outer = sharded_dim(at_sizes(node, place, self.step.sizes, self.whole))
         part = self._placeholder(f"part_{node.name}", node)
         part.meta["slice"] = dim, outer
         self.around.own[node] = part

@@ -23,7 +23,7 @@ from graphaccel.planner.plan.offload import placed_optimizer, placed_parameters
 from graphaccel.planner.plan.prediction import StageMemory
 from graphaccel.schedule.table import Action, Schedule
 from graphaccel.schedule.walk import last_actions, walk
-from graphaccel.sharding.rules.batch_placement import PARTIAL
+from graphaccel.sharding.rules.batch_placement import PARTIAL, Placement, sharded_dim
 
 _HELD = {
     "parameter",
@@ -287,11 +287,12 @@ class _Run:
         self.count.here = "outputs of the whole batch"
         for leaf, local in self.outputs.items():
             place = self.program.output_places[leaf]
-            if self.program.data > 1 and (isinstance(place, int) or place == PARTIAL):
+            at = sharded_dim(place)
+            if self.program.data > 1 and (at is not None or place == PARTIAL):
                 size = sum(storage.size for storage in local)
                 whole = Storage(size * self._parts(place), "activation")
                 self.count.take(whole)
-                if isinstance(place, int) and place != 0:  # copied to the model's order of dims
+                if at not in (None, (0, 1)):  # copied to the model's order of dims
                     self.count.take(Storage(whole.size, "activation"))
                     self.count.drop(whole)
                 for storage in local:
@@ -309,8 +310,8 @@ class _Run:
                 if self._parts(place) > 1 and place != 0:  # its part is not contiguous
                     self.count.take(Storage(size, "activation"))
 
-    def _parts(self, place: str | int) -> int:
-        return self.program.data if isinstance(place, int) else 1
+    def _parts(self, place: Placement) -> int:
+        return self.program.data if sharded_dim(place) is not None else 1
 
     def post(self, action: Action) -> None:
         stage = self._stage(action.stage)

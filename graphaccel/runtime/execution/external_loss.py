@@ -24,7 +24,7 @@ from graphaccel.runtime.bind import bind
 from graphaccel.runtime.execution.buckets import Buckets
 from graphaccel.runtime.execution.executor import Executor
 from graphaccel.runtime.execution.lost_rank import is_connection
-from graphaccel.runtime.execution.parts import over_data
+from graphaccel.runtime.execution.parts import over_data, own_part
 from graphaccel.runtime.execution.state import Held, StepState
 from graphaccel.runtime.inductor.compile import StageCompiler
 from graphaccel.runtime.mesh import Mesh
@@ -205,10 +205,7 @@ class ExternalLossExecutor(Executor):
             if value.kind != "tangent":
                 continue
             part, like = tangents[value.leaf].detach(), node.meta["val"]
-            place = self._program.output_places[value.leaf]
-            if self._mesh.data > 1 and isinstance(place, int):
-                size = part.shape[place] // self._mesh.data
-                part = part.narrow(place, self._mesh.data_index * size, size)
+            part = own_part(part, self._program.output_places[value.leaf], self._mesh)
             if part.stride() != like.stride():
                 laid = torch.empty_strided(
                     part.shape, like.stride(), dtype=part.dtype, device=part.device

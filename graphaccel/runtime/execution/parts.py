@@ -17,8 +17,9 @@ from torch import Tensor
 from graphaccel.compat.torch.distributed import all_gather_flat
 from graphaccel.ir.program import Value
 from graphaccel.runtime.mesh import Mesh
-from graphaccel.sharding.rules.batch_placement import PARTIAL
+from graphaccel.sharding.rules.batch_placement import PARTIAL, sharded_dim
 from graphaccel.sharding.rules.parts import JOINED, SUMMED
+from graphaccel.sharding.rules.shard import Shard
 
 
 @dataclass
@@ -68,12 +69,34 @@ def part_of(tensor: Tensor, value: Value, part: int, parts: int) -> Tensor:
     return sections.narrow(dim + 1, part * size, size).flatten(dim, dim + 1)
 
 
+def of_microbatches(parts: Sequence[Tensor], place: Any) -> Tensor:
+    """The values of several microbatches joined; `place` as for `over_data`."""
+    if place == PARTIAL:
+        return torch.stack(list(parts)).sum(0)
+    if isinstance(place, Shard):
+        sections = [p.unflatten(place.dim, (place.outer, -1)) for p in parts]
+        return torch.cat(sections, place.dim + 1).flatten(place.dim, place.dim + 1)
+    return torch.cat(list(parts), place) if isinstance(place, int) else parts[-1]
+
+
+def own_part(tensor: Tensor, place: Any, mesh: Mesh) -> Tensor:
+    """This data rank's part of a value of the whole batch: the reverse of `over_data`."""
+    at = sharded_dim(place)
+    if at is None or mesh.data == 1:
+        return tensor
+    value = Value("batch", "", batch_dim=at[0], outer=at[1])
+    return part_of(tensor, value, mesh.data_index, mesh.data)
+
+
 def over_data(tensor: Tensor, place: Any, mesh: Mesh) -> Tensor:
     """A data rank's part, on every rank: all-gathered, all-reduced, or as it is."""
     if place == PARTIAL:
         whole = tensor.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(whole, group=mesh.data_group)
         return whole
+    if isinstance(place, Shard):
+        sections = tensor.unflatten(place.dim, (place.outer, -1))
+        return over_data(sections, place.dim + 1, mesh).flatten(place.dim, place.dim + 1)
     if not isinstance(place, int):
         return tensor
     part = tensor.movedim(place, 0).contiguous()

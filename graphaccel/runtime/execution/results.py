@@ -11,11 +11,11 @@ import torch.distributed as dist
 from graphaccel.compat.torch.optimizers import unscale
 from graphaccel.ir.program import StepProgram
 from graphaccel.ir.values import returned
-from graphaccel.runtime.execution.parts import over_data
+from graphaccel.runtime.execution.parts import of_microbatches, over_data
 from graphaccel.runtime.execution.state import Held, StepResult, StepState
 from graphaccel.runtime.loss_scale import LossScale
 from graphaccel.runtime.mesh import Mesh
-from graphaccel.sharding.rules.batch_placement import PARTIAL
+from graphaccel.sharding.rules.batch_placement import sharded_dim
 
 
 class Results:
@@ -148,18 +148,12 @@ class Results:
         for leaf, stage in sorted(stages.items()):
             place = self._program.output_places[leaf]
             parts = state.outputs.get(leaf, [])
-            if parts and place == PARTIAL:
-                joined = torch.stack(parts).sum(0)
-            elif parts and isinstance(place, int) and len(parts) > 1:
-                joined = torch.cat(parts, place)
+            if len(parts) > 1:
+                joined = of_microbatches(parts, place)
             else:
-                joined = parts[-1] if parts else self._empty_output(stage, leaf, place)
+                joined = parts[0] if parts else self._empty_output(stage, leaf, place)
             if self._data > 1 and parts:
                 joined = over_data(joined, place, self._mesh)
-            elif self._data > 1 and isinstance(place, int):
-                shape = list(joined.shape)
-                shape[place] *= self._data
-                joined = joined.new_empty(shape)
             if self._mesh.pipeline > 1:
                 joined = joined.contiguous()
                 dist.broadcast(joined, self._mesh.rank_of(stage), group=self._mesh.pipeline_group)
@@ -174,7 +168,7 @@ class Results:
             for n, v in zip(returned(graph), values, strict=True)
             if v.kind == "output" and v.leaf == leaf
         )
-        shape = list(like.shape)
-        if isinstance(place, int):
-            shape[place] *= self._microbatches
+        shape, at = list(like.shape), sharded_dim(place)
+        if at is not None:
+            shape[at[0]] *= self._microbatches * self._data
         return torch.empty(shape, dtype=like.dtype, device=self._mesh.device)

@@ -56,7 +56,7 @@ _RANDOM = torch.Tag.nondeterministic_seeded
 
 def place_batch(
     graph: fx.Graph,
-    batch_inputs: Mapping[str, int],
+    batch_inputs: Mapping[str, Placement],
     symbol: Any,
     size: int,
     parameters: frozenset[str],
@@ -66,7 +66,7 @@ def place_batch(
 ) -> BatchPlacement:
     """Propagate the split of the batch through a joint graph.
 
-    batch_inputs: placeholder name → dim that carries the batch. symbol, size: the batch's symbol in
+    batch_inputs: placeholder name → where it carries the batch. symbol, size: the batch's symbol in
     `meta["dims"]`, and its size in the graph. parameters: placeholder names of parameters, and of
     buffers that the step changes. over_time: whether there are several microbatches. headed:
     whether a head may be formed: in a step with its loss.
@@ -131,7 +131,7 @@ class _State:
         self.conflicts: list[Conflict] = []
 
     def walk(
-        self, graph: fx.Graph, batch_inputs: Mapping[str, int], parameters: frozenset[str]
+        self, graph: fx.Graph, batch_inputs: Mapping[str, Placement], parameters: frozenset[str]
     ) -> None:
         """Place every node. A conversion changes what earlier users of the value read: repeat until
         there are no new ones."""
