@@ -48,6 +48,7 @@ from graphaccel.capture.symbols import (
 from graphaccel.capture.trace import Answers
 from graphaccel.compat.torch.fakes import FakeTensor
 from graphaccel.errors import GraphAccelError
+from graphaccel.ir.analysis_cache import AnalysisCache
 from graphaccel.ir.replication.layers import KEPT, NotRepeated, Run, among, copies
 from graphaccel.ir.replication.unfold import distinct_nodes
 from graphaccel.ir.text import graph_text, module_text
@@ -82,8 +83,8 @@ class StepGraph:
     training: whether the model was in training mode.
     repeats: the captures of few layers from which this one was built, if it was (`others` is then
       empty: `expanded` does for all layers what it did for few).
-    derived: cached results of passes on this step, by pass and request, so that plans with the
-      same request share them.
+    analyses: what is computed from it, cached: plans with the same request share the results of
+      passes. A copy made by `replace` begins with none.
     """
 
     graph: fx.GraphModule = field(repr=False)
@@ -98,7 +99,9 @@ class StepGraph:
     trainable: frozenset[str] = field(repr=False)
     training: bool = True
     repeats: Repeats | None = field(default=None, repr=False, compare=False)
-    derived: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
+    analyses: AnalysisCache = field(
+        default_factory=AnalysisCache, init=False, repr=False, compare=False
+    )
 
     @property
     def has_loss(self) -> bool:
@@ -301,26 +304,25 @@ def expanded(repeats: Repeats, tied: Mapping[str, str], trainable: frozenset[str
         tied=tied,
         trainable=trainable,
         repeats=Repeats(runs, short, tuple(replace(s, sizes=short.sizes) for s in longer)),
-        derived={},
     )
 
 
 def of_layers(step: StepGraph, counts: Sequence[int]) -> StepGraph:
     """The step with `counts` layers of each of its runs. Raises NotRepeated."""
-    few = step.repeats
-    assert few is not None
-    key = (of_layers.__name__, tuple(counts))
-    if key not in step.derived:
-        runs = among(few.runs, counts)
-        short = few.short
-        tied = {
-            name: stands
-            for pair in short.tied.items()
-            for name, stands in zip(*(copies(runs, n) for n in pair), strict=False)
-        }
-        trainable = frozenset(n for name in short.trainable for n in copies(runs, name))
-        step.derived[key] = expanded(replace(few, runs=runs), tied, trainable)
-    return step.derived[key]
+    assert step.repeats is not None
+    return step.analyses.cached(tuple(counts), _of_layers, step.repeats, counts)
+
+
+def _of_layers(few: Repeats, counts: Sequence[int]) -> StepGraph:
+    runs = among(few.runs, counts)
+    short = few.short
+    tied = {
+        name: stands
+        for pair in short.tied.items()
+        for name, stands in zip(*(copies(runs, n) for n in pair), strict=False)
+    }
+    trainable = frozenset(n for name in short.trainable for n in copies(runs, name))
+    return expanded(replace(few, runs=runs), tied, trainable)
 
 
 def assemble(

@@ -11,7 +11,7 @@ from graphaccel.compat.torch.graphs import graph_bytes, graph_from_bytes
 
 
 def packed(step: StepGraph) -> bytes:
-    """The step as bytes, without results that passes derived from it.
+    """The step as bytes, without its cached analyses.
 
     Raises whatever pickle does where the model's output or constants cannot be pickled: a class
     defined in a function, for example.
@@ -24,7 +24,8 @@ def packed(step: StepGraph) -> bytes:
 
 
 def _bare(step: StepGraph) -> StepGraph:
-    return replace(step, derived={})
+    """The step without cached properties, the fingerprint among them."""
+    return replace(step)
 
 
 def unpacked(data: bytes) -> StepGraph | None:

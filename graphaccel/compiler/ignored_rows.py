@@ -23,7 +23,6 @@ from graphaccel.errors import BatchNotDivisible
 from graphaccel.ir.values import operands, returned
 from graphaccel.passes.microbatch.exact_microbatch import batch_placement, is_quantity
 from graphaccel.planner.plan.plan import Plan
-from graphaccel.progress import progress
 from graphaccel.sharding.rules.batch_placement import BatchPlacement
 from graphaccel.sharding.rules.shard import Shard
 
@@ -63,6 +62,13 @@ class Completed:
     rows: IgnoredRows
     size: int
     sizes: Mapping[sympy.Symbol, int]
+
+    def line(self, batch: Batch) -> str:
+        """What is done to the batch, for the user."""
+        rows = self.rows
+        mark = "" if rows.leaf is None else f" ({batch.names[rows.leaf]} = {rows.value:g})"
+        size = self.sizes[BATCH]
+        return f"{size} rows are completed to {self.size} with rows that add nothing{mark}"
 
     def leaves(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
         """The leaves of the batch, each with its first row repeated up to `size`, and marked."""
@@ -113,17 +119,8 @@ def completed(
             allowed=tuple(n for n in range(1, size + 1) if size % (n * plan.data) == 0),
             reason=found,
         )
-    key = (ignored_rows.__name__, wanted)
-    if key not in step.derived:
-        step.derived[key] = True
-        progress("batch", _line(batch, size, wanted, found), 0.0)
     sizes = {BATCH: size, SEQUENCE: sequence_leaves(batch, dims)[0]}
     return Completed(step, found, wanted, sizes)
-
-
-def _line(batch: Batch, size: int, wanted: int, rows: IgnoredRows) -> str:
-    mark = "" if rows.leaf is None else f" ({batch.names[rows.leaf]} = {rows.value:g})"
-    return f"{size} rows are completed to {wanted} with rows that add nothing{mark}"
 
 
 def with_rows(batch: Batch, more: Completed) -> Batch:
@@ -134,10 +131,7 @@ def with_rows(batch: Batch, more: Completed) -> Batch:
 def ignored_rows(step: StepGraph) -> IgnoredRows | str:
     """How rows of a step's batch are marked as ignored, or why none can be; cached."""
     few = step if step.repeats is None else step.repeats.short
-    key = ignored_rows.__name__
-    if key not in few.derived:
-        few.derived[key] = _find(few)
-    return few.derived[key]
+    return few.analyses.cached((), _find, few)
 
 
 def _find(step: StepGraph) -> IgnoredRows | str:

@@ -99,22 +99,23 @@ def shape_changed(step: StepGraph, batch: Batch) -> BatchChanged | None:
 def _looked_up(step: StepGraph) -> dict[str, _Table]:
     """Input of the model → the smallest table that it is looked up in; cached."""
     few = step if step.repeats is None else step.repeats.short
-    key = check_indices.__name__
-    if key not in few.derived:
-        specs = dict(zip(few.graph.graph.find_nodes(op="placeholder"), few.inputs, strict=True))
-        found: dict[str, _Table] = {}
-        for node, table in _lookups(few):
-            source = node.args[1]
-            while isinstance(source, fx.Node) and source.target in _SAME_VALUES:
-                source = source.args[0]
-            spec = specs.get(source)  # type: ignore[arg-type]
-            if spec is None or spec.kind != "batch":
-                continue
-            known = found.get(spec.name)
-            if known is None or table.rows < known.rows:
-                found[spec.name] = table
-        few.derived[key] = found
-    return few.derived[key]
+    return few.analyses.cached((), _smallest_tables, few)
+
+
+def _smallest_tables(step: StepGraph) -> dict[str, _Table]:
+    specs = dict(zip(step.graph.graph.find_nodes(op="placeholder"), step.inputs, strict=True))
+    smallest: dict[str, _Table] = {}
+    for node, table in _lookups(step):
+        source = node.args[1]
+        while isinstance(source, fx.Node) and source.target in _SAME_VALUES:
+            source = source.args[0]
+        spec = specs.get(source)  # type: ignore[arg-type]
+        if spec is None or spec.kind != "batch":
+            continue
+        known = smallest.get(spec.name)
+        if known is None or table.rows < known.rows:
+            smallest[spec.name] = table
+    return smallest
 
 
 def _lookups(step: StepGraph) -> list[tuple[fx.Node, _Table]]:

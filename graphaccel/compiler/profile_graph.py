@@ -55,7 +55,7 @@ def localised(
 
     Raises BadPin (GA202) for placements that the graph does not allow.
     """
-    drafts = step.derived.setdefault("drafts", Drafts())
+    drafts = step.analyses.cached((), Drafts)
     if step.repeats is not None and step.even(dict(plan.placements)):
         try:
             return _repeated(step, plan, sizes, drafts)
@@ -75,7 +75,7 @@ def _repeated(
         raise NotRepeated("some calls are not placed exactly")
     short, *longer = (each.step for each in made)
     local = replace(
-        step, graph=short.graph, sizes=short.sizes, derived={},
+        step, graph=short.graph, sizes=short.sizes,
         repeats=replace(few, short=short, longer=tuple(longer)),
     )  # fmt: skip
     partial = {n: axes for name, axes in made[0].partial.items() for n in copies(few.runs, name)}
@@ -104,7 +104,7 @@ def _localised(
         if "val" in node.meta:
             dims = local.dims(node, node.meta["val"], node.meta.get("dims"))
             node.meta["dims"] = dims if even else local.numbers(dims)
-    found = replace(step, graph=graph, sizes=known, derived={}, repeats=None)
+    found = replace(step, graph=graph, sizes=known, repeats=None)
     return LocalGraph(found, partial, solved.guessed), solved
 
 

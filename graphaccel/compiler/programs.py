@@ -78,12 +78,10 @@ def with_placements(step: StepGraph, plan: Plan, target: Target | None = None) -
     if target.resting is not None:
         return place(placing)
     split = (plan.data, plan.microbatches, plan.batch, plan.tensor, plan.context, plan.expert)
-    told = (plan.placements, plan.rates, plan.sequence, plan.context_by, plan.outputs, plan.devices)
-    key = ("placements", split, told, frozenset((target.sizes or {}).items()))
-    known = placing.step.derived
-    if key not in known:
-        known[key] = place(placing).axis_placements
-    return replace(plan, axis_placements=known[key])
+    pins = (plan.placements, plan.rates, plan.sequence, plan.context_by, plan.outputs, plan.devices)
+    request = split, pins, frozenset((target.sizes or {}).items())
+    placed = placing.step.analyses.cached(request, place, placing)
+    return replace(plan, axis_placements=placed.axis_placements)
 
 
 def _placing(step: StepGraph, plan: Plan, target: Target) -> Placing:

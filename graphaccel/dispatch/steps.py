@@ -16,6 +16,7 @@ from graphaccel.dispatch.run import Prepared, Run, dtypes_of
 from graphaccel.dispatch.together import capture_together
 from graphaccel.dispatch.variants import Variant, Variants
 from graphaccel.errors import BatchChanged, CaptureRefused
+from graphaccel.progress import progress
 from graphaccel.runtime.session import CompiledStep
 
 
@@ -24,6 +25,7 @@ class Steps:
 
     def __init__(self, run: Run, prepared: Prepared) -> None:
         self._run, self._prepared = run, prepared
+        self._reported_sizes: set[int] = set()
         self._known = Variants(run.settings.max_programs, prepared.session.forget)
 
     def first(self, batch: Batch, *, example: bool) -> Variant:
@@ -33,15 +35,19 @@ class Steps:
         return self._add(_training_key(batch), batch, planned.step, compiled, example=example)
 
     def completed(self, batch: Batch) -> Completed | None:
-        """How a training batch that the plan cannot split evenly is completed, if it is one.
-        Collective. Raises BatchNotDivisible (GA206)."""
+        """How a training batch that the plan cannot split evenly is completed, if it is one. The
+        first of each size is reported to the user. Collective. Raises BatchNotDivisible (GA206)."""
 
         def captured(whole: Batch) -> StepGraph:
             capture_together(self._run, whole)
             return self._run.compiler.capture(whole)[0]
 
         planned = self._prepared.planned
-        return completed(planned.step, planned.plan, batch, captured)
+        more = completed(planned.step, planned.plan, batch, captured)
+        if more is not None and more.size not in self._reported_sizes:
+            self._reported_sizes.add(more.size)
+            progress("batch", more.line(batch), 0.0)
+        return more
 
     def training(self, batch: Batch) -> Variant:
         """The training step of a batch. Raises BatchChanged (GA406) for other inputs or dtypes."""

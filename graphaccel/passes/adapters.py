@@ -254,10 +254,7 @@ def run_reduce_shards(c: Context) -> Context:
 
 def _rewritten(c: Context, run: Callable[[StepGraph, Plan], StepGraph], asked: Hashable) -> Context:
     """A pass that depends on the step and `asked` alone: its result is reused for other plans."""
-    key = (run.__name__, asked)
-    if key not in c.step.derived:
-        c.step.derived[key] = run(c.step, c.plan)
-    return replace(c, step=c.step.derived[key])
+    return replace(c, step=c.step.analyses.cached(asked, run, c.step, c.plan))
 
 
 def _in_graph(c: Context, graph: torch.fx.GraphModule) -> Context:

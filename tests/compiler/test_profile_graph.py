@@ -68,7 +68,7 @@ def test_layouts_are_the_same_in_any_order(captured: Captured) -> None:
     layouts = [{"tensor": 2}, {"tensor": 2, "context": 2}, {"context": 2}]
     found = []
     for order in (layouts, layouts[::-1]):
-        step = replace(captured("gpt"), derived={})
+        step = replace(captured("gpt"))
         made = {
             str(axes): told(
                 localised(step, Plan(4, batch=8, sequence=False, **axes)).step.graph.graph
@@ -150,7 +150,7 @@ def test_a_graph_with_casts_has_the_sizes_it_had(
     captured: Captured, name: str, compute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As differentiating the other captures says too, which is then left out."""
-    step = replace(captured(name), derived={})
+    step = replace(captured(name))
     plan = Plan(1, precision=PRECISIONS[compute])
     taken, shape_bounds = [], []
     for use in (True, False):

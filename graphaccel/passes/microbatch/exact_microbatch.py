@@ -110,10 +110,7 @@ def exact_microbatch(
 
 def batch_placement(step: StepGraph, *, over_time: bool = False) -> BatchPlacement:
     """Where the batch dim goes in a step (`sharding.rules.propagate`); cached."""
-    key = ("batch_placement", over_time)
-    if key not in step.derived:
-        step.derived[key] = _batch_placement(step, over_time)
-    return step.derived[key]
+    return step.analyses.cached(over_time, _batch_placement, step, over_time)
 
 
 def _batch_placement(step: StepGraph, over_time: bool) -> BatchPlacement:

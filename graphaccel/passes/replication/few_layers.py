@@ -62,7 +62,8 @@ def ends_among(
     """The names of the nodes in a step that has `counts` layers of each row. Raises NotRepeated."""
     if not ends:
         return ()
-    known = _unfolded(few)
+    # cached, because the graph drops these names once it is built
+    known = few.analyses.cached((), _unfolded, few)
     names = []
     for end in ends:
         copy = 1
@@ -83,11 +84,7 @@ def _number(run: Run, path: str) -> int:
 
 
 def _unfolded(step: StepGraph) -> Unfolded:
-    """The unfolded names of the forward graph; cached, because the graph drops them once built."""
-    key = __name__
-    if key not in step.derived:
-        known = unfolded_from(step.forward.graph)
-        if known is None:
-            raise NotRepeated("the nodes of all layers are made already")
-        step.derived[key] = known
-    return step.derived[key]
+    known = unfolded_from(step.forward.graph)
+    if known is None:
+        raise NotRepeated("the nodes of all layers are made already")
+    return known

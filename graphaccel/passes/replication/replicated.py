@@ -102,11 +102,9 @@ def _few_sharded(run: Runner, context: Context) -> Sequence[tuple[LocalStep, Loc
     step, plan = context.step, context.plan
     split = (plan.data, plan.microbatches, plan.batch, plan.tensor, plan.context, plan.expert)
     described = (plan.placements, plan.axis_placements, plan.outputs)
-    key = ("sharded", split, described, frozenset((context.sizes or {}).items()))
-    if key not in step.derived:
-        assert step.repeats is not None
-        step.derived[key] = _shard_few(run, context, step.repeats)
-    return step.derived[key]
+    request = split, described, frozenset((context.sizes or {}).items())
+    assert step.repeats is not None
+    return step.analyses.cached(request, _shard_few, run, context, step.repeats)
 
 
 def _shard_few(

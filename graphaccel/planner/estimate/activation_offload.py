@@ -23,14 +23,15 @@ def offloaded_bytes(profile: Profile, sized: SizedProfile, plan: Plan) -> np.nda
     """Bytes of one microbatch that are offloaded, by the position whose backward reads them."""
     if "activations" not in plan.offload:
         return np.zeros(len(profile), dtype=np.int64)
+    request = plan.recompute, plan.selective
+    return sized.analyses.cached(request, _offloaded_bytes, profile, sized, plan)
 
-    def made() -> np.ndarray:
-        kept, at, *_ = profile.saved(profile.recomputation(plan))
-        large = sized.bytes[kept] >= LARGE
-        size = sized.bytes[kept[large]]
-        return np.bincount(at[large], size, minlength=len(profile)).astype(np.int64)
 
-    return sized.once(("away", plan.recompute, plan.selective), made)
+def _offloaded_bytes(profile: Profile, sized: SizedProfile, plan: Plan) -> np.ndarray:
+    saved, at, *_ = profile.saved(profile.recomputation(plan))
+    large = sized.bytes[saved] >= LARGE
+    size = sized.bytes[saved[large]]
+    return np.bincount(at[large], size, minlength=len(profile)).astype(np.int64)
 
 
 def beside(profile: Profile, away: np.ndarray, here: slice) -> np.ndarray:

@@ -33,7 +33,7 @@ def reduce_seconds(
 ) -> list[float]:
     """Exposed seconds of each stage's gradients and parameters; identical stages are computed
     once."""
-    shared = profile.once(("shared", plan.cuts), lambda: _shared_bytes(profile, works))
+    shared = profile.analyses.cached(plan.cuts, _shared_bytes, profile, works)
     known: dict[object, float] = {}
     found = []
     for stage, work in enumerate(works):
@@ -146,9 +146,12 @@ def _gathered(
 def _groups(profile: Profile, work: StageCost, plan: Plan) -> tuple[int, ...]:
     """Bytes of each group of parameters that ZeRO 3 gathers at once, of a stage."""
     span = (work.first, work.end)
-    key = "groups", span, plan.gathers_low, kept_whole(profile, plan)
-    return profile.once(key, lambda: tuple(
-        gathered_sizes(profile, held_parameters(profile, [span]), plan)))  # fmt: skip
+    request = span, plan.gathers_low, kept_whole(profile, plan)
+    return profile.analyses.cached(request, _group_sizes, profile, span, plan)
+
+
+def _group_sizes(profile: Profile, span: tuple[int, int], plan: Plan) -> tuple[int, ...]:
+    return tuple(gathered_sizes(profile, held_parameters(profile, [span]), plan))
 
 
 def _gathers(cluster: Cluster, sizes: Sequence[float], plan: Plan) -> float:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 
 import numpy as np
 
@@ -92,15 +92,12 @@ class _Estimate:
 
     def ranks(self) -> tuple[StageMemory, ...]:
         profile, sized, costs, plan = self.profile, self.sized, self.costs, self.plan
-        held = sized.once(
-            ("ranks", plan.cuts, plan.pipeline), lambda: _of_ranks(profile, costs, plan.pipeline)
+        mesh = plan.cuts, plan.pipeline
+        held = sized.analyses.cached(mesh, _of_ranks, profile, costs, plan.pipeline)
+        kinds = plan.holds_gathered, plan.gathers_low, plan.holds_casts, plan.shards
+        once = sized.analyses.cached(
+            (*mesh, *kinds), _held_for_all_microbatches, profile, sized, costs, plan
         )
-        once = sized.once(
-            ("held", plan.cuts, plan.pipeline, plan.holds_gathered, plan.gathers_low,
-             plan.holds_casts, plan.shards),
-            lambda: [_held_for_all_microbatches(profile, sized, costs[r :: plan.pipeline], plan)
-                     for r in range(plan.pipeline)],
-        )  # fmt: skip
         each = zip(held, once, self._peaks(), strict=True)
         return tuple(self._rank(rank, *own) for rank, own in enumerate(each))
 
@@ -120,17 +117,16 @@ class _Estimate:
     def _stage_peaks(self) -> Peaks:
         plan = self.plan
         moved = bytes_in_flight_key(plan), plan.offload, plan.holds_casts
-        key = ("peaks", plan.cuts, plan.recompute, plan.selective, self._split, moved)
-        make = partial(stage_peaks, self.profile, self.sized, self.costs, plan)
-        return self.sized.once(key, make)
+        request = plan.cuts, plan.recompute, plan.selective, self._split, moved
+        given = self.profile, self.sized, self.costs, plan
+        return self.sized.analyses.cached(request, stage_peaks, *given)
 
     def _peaks(self) -> list[_Peak]:
         """The peak of each rank."""
         plan, peaks = self.plan, self._stage_peaks
-        sent = self.sized.once(
-            ("sent", plan.cuts, plan.recompute, plan.selective, plan.scatter_sends),
-            lambda: _sent(self.profile, self.sized, self.costs, plan),
-        )
+        request = plan.cuts, plan.recompute, plan.selective, plan.scatter_sends
+        given = self.profile, self.sized, self.costs, plan
+        sent = self.sized.analyses.cached(request, _sent, *given)
         each = peaks.kept + sent
         waiting = held_together(plan, each)
         waits = waiting * each
@@ -254,9 +250,16 @@ def _spans(costs: Sequence[StageCost]) -> tuple[tuple[int, int], ...]:
 
 def _held_for_all_microbatches(
     profile: Profile, sized: SizedProfile, costs: Sequence[StageCost], plan: Plan
+) -> list[int]:
+    """Bytes that each rank holds of its stages' parameters for all microbatches: parameters that
+    ZeRO 3 gathered, or one cast of each, however often it is read."""
+    ranks = range(plan.pipeline)
+    return [_held_by_one(profile, sized, costs[r :: plan.pipeline], plan) for r in ranks]
+
+
+def _held_by_one(
+    profile: Profile, sized: SizedProfile, costs: Sequence[StageCost], plan: Plan
 ) -> int:
-    """Bytes that a rank holds of its stages' parameters for all microbatches: parameters that ZeRO
-    3 gathered, or one cast of each, however often it is read."""
     if plan.holds_casts:
         storage, parameter, place = profile.held_casts
         size = sized.bytes[storage]

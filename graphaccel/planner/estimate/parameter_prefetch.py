@@ -102,18 +102,24 @@ def _shards(stretches: Sequence[_Stretch], ranks: int) -> list[_Stretch]:
 
 def uploaded(profile: Profile, plan: Plan, span: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
     """Bytes of prefetched parameters at each position of a stage, in forward and backward."""
+    request = span, plan.zero == 3, plan.shards
+    return profile.analyses.cached(request, _uploaded, profile, plan, span)
 
-    def found() -> tuple[np.ndarray, np.ndarray]:
-        length = span[1] - span[0]
-        uses = _read(profile, span)
-        late = [replace(u, place=length - 1 - u.last, last=length - 1 - u.place) for u in uses]
-        ways = [_stretches(uses), _stretches(late)]
-        if plan.zero == 3:
-            ways = [_shards(way, plan.shards) for way in ways]
-        forward, backward = (_there(way, length) for way in ways)
-        return forward, backward[::-1]
 
-    return profile.once(("uploaded", span, plan.zero == 3, plan.shards), found)
+def _uploaded(profile: Profile, plan: Plan, span: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    length = span[1] - span[0]
+    uses = _read(profile, span)
+    late = [replace(u, place=length - 1 - u.last, last=length - 1 - u.place) for u in uses]
+    stretches = [_stretches(uses), _stretches(late)]
+    if plan.zero == 3:
+        stretches = [_shards(each, plan.shards) for each in stretches]
+    forward, backward = (_there(each, length) for each in stretches)
+    return forward, backward[::-1]
+
+
+def _upload_sizes(profile: Profile, span: tuple[int, int]) -> list[int]:
+    """Bytes of each copy of a stage."""
+    return [one.bytes for one in _stretches(_read(profile, span))]
 
 
 def with_uploads(
@@ -136,8 +142,7 @@ def with_uploads(
     found = []
     for own, work in zip(beside, works, strict=True):
         span = own.first, own.end
-        sizes = profile.once(("uploads", span), lambda span=span: [
-            one.bytes for one in _stretches(_read(profile, span))])  # fmt: skip
+        sizes = profile.analyses.cached(span, _upload_sizes, profile, span)
         once, first = sum(sizes) / shards / link, max(sizes, default=0) / shards / link
         ahead, back = (
             once if alone else exposed_seconds(cluster.device, once, first, s, interference=0.0)

@@ -81,8 +81,8 @@ def stage_costs(
 ) -> tuple[StageCost, ...]:
     """The costs of each stage of `plan`. Raises ValueError for cuts that do not fit the graph."""
     spared = plan.holds_casts, recorded(plan), *spared_casts(plan)
-    key = ("works", plan.cuts, plan.recompute, plan.selective, launch_seconds, spared)
-    return sized.once(key, lambda: _stage_costs(profile, sized, plan, launch_seconds))
+    request = plan.cuts, plan.recompute, plan.selective, launch_seconds, spared
+    return sized.analyses.cached(request, _stage_costs, profile, sized, plan, launch_seconds)
 
 
 def recorded(plan: Plan) -> bool:

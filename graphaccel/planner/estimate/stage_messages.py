@@ -53,8 +53,8 @@ def _messages(
     profile: Profile, sized: SizedProfile, plan: Plan
 ) -> dict[tuple[int, int, str], tuple[int, int]]:
     """(bytes sent, bytes gathered of it) by message."""
-    key = ("messages", plan.cuts, plan.scatter_sends)
-    return sized.once(key, lambda: _find_messages(profile, sized, plan))
+    request = plan.cuts, plan.scatter_sends
+    return sized.analyses.cached(request, _find_messages, profile, sized, plan)
 
 
 def _find_messages(
@@ -82,20 +82,21 @@ def edge_seconds(
     profile: Profile, sized: SizedProfile, plan: Plan, cluster: Cluster
 ) -> dict[tuple[int, int, str], float]:
     """Seconds of each message to another rank."""
+    mesh = plan.pipeline, plan.stride("pipeline"), plan.tensor, plan.stride("tensor")
+    request = plan.cuts, *mesh, plan.scatter_sends, cluster.links, cluster.count
+    return sized.analyses.cached(request, _edge_seconds, profile, sized, plan, cluster)
 
-    def made() -> dict[tuple[int, int, str], float]:
-        seconds = {}
-        for (source, destination, way), size in message_bytes(profile, sized, plan).items():
-            a, b = source % plan.pipeline, destination % plan.pipeline
-            if a != b:
-                numbers = device_number(plan, a), device_number(plan, b)
-                seconds[source, destination, way] = send_seconds(cluster, size, *numbers)
-                whole = gathered.get((source, destination, way), 0)
-                seconds[source, destination, way] += all_gather_seconds(cluster, whole, *tensor)
-        return seconds
 
+def _edge_seconds(
+    profile: Profile, sized: SizedProfile, plan: Plan, cluster: Cluster
+) -> dict[tuple[int, int, str], float]:
     gathered = gathered_bytes(profile, sized, plan)
-    tensor = plan.tensor, plan.stride("tensor")
-    mesh = plan.pipeline, plan.stride("pipeline"), *tensor, plan.scatter_sends
-    key = ("edges", plan.cuts, *mesh, cluster.links, cluster.count)
-    return sized.once(key, made)
+    seconds = {}
+    for edge, size in message_bytes(profile, sized, plan).items():
+        source, destination = (stage % plan.pipeline for stage in edge[:2])
+        if source != destination:
+            numbers = device_number(plan, source), device_number(plan, destination)
+            seconds[edge] = send_seconds(cluster, size, *numbers) + all_gather_seconds(
+                cluster, gathered.get(edge, 0), plan.tensor, plan.stride("tensor")
+            )
+    return seconds

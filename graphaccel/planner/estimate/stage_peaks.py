@@ -52,8 +52,7 @@ def stage_peaks(
     are reduced over other axes; otherwise they are added as the backward proceeds. What ZeRO
     gathers and reduces is counted where it moves (`planner.estimate.zero_memory`).
     """
-    key = "stages", plan.cuts
-    first, stage = sized.once(key, lambda: _stages(works))
+    first, stage = sized.analyses.cached(plan.cuts, _stages, works)
     recomputation = profile.recomputation(plan)
     saved, _ = sized.saved(recomputation)
     away = offloaded_bytes(profile, sized, plan)
@@ -62,14 +61,12 @@ def stage_peaks(
     accumulated = np.array([whole or bool(work.partial) for work in works])
     forward, backward = _passing(sized, plan, accumulated[stage])
     if recomputation.rows.any():
-        groups = sized.once(("blocks", plan.cuts), lambda: _blocks(profile, stage))
+        groups = sized.analyses.cached(plan.cuts, _blocks, profile, stage)
         backward = backward + _remade(_coming(profile, sized, recomputation, stage), *groups)
     forward, backward = _with_copies(profile, works, plan, away, (forward, backward))
     gradient = np.array([work.gradient for work in works])
-    moving = sized.once(
-        ("motion", plan.cuts, bytes_in_flight_key(plan)),
-        lambda: _moving(profile, sized, works, plan),
-    )
+    request = plan.cuts, bytes_in_flight_key(plan)
+    moving = sized.analyses.cached(request, _moving, profile, sized, works, plan)
     if moving is not None:
         forward, backward, ready = (
             forward + moving.forward,

@@ -70,8 +70,8 @@ def bytes_in_flight(
         return None
     first, end = span
     moving = BytesInFlight(*np.zeros((3, end - first), dtype=np.int64))
-    key = ("regions", span, plan.zero == 3, plan.bucket_bytes, plan.shards)
-    regions = profile.once(key, lambda: _regions(profile, plan, span))
+    request = span, plan.zero == 3, plan.bucket_bytes, plan.shards
+    regions = profile.analyses.cached(request, _regions, profile, plan, span)
     if plan.zero == 3 and not plan.holds_gathered:
         _gather(moving, plan, regions, _final(profile, span))
     if plan.microbatches == 1 or plan.accumulation == "shards":
@@ -107,9 +107,7 @@ def _blocks(
 
     A parameter that several of them read is gathered for each.
     """
-    segment = profile.once(
-        "segments", lambda: np.cumsum(np.diff(profile.block_at, prepend=-2) != 0)
-    )
+    segment = profile.analyses.cached((), _segments, profile)
     regions: dict[tuple[int, int, str], _Region] = {}
     parts: dict[int, int] = defaultdict(int)
     for parameter, places in used:
@@ -128,6 +126,11 @@ def _blocks(
                 region = regions[key] = _Region(positions[0], positions[0])
             region.add(parameter, positions)
     return sorted(regions.values(), key=lambda r: (r.first, r.last))
+
+
+def _segments(profile: Profile) -> np.ndarray:
+    """For each position the number of the block, or of the range between blocks, that it is in."""
+    return np.cumsum(np.diff(profile.block_at, prepend=-2) != 0)
 
 
 def _buckets(plan: Plan, used: Sequence[tuple[Parameter, list[int]]]) -> list[_Region]:

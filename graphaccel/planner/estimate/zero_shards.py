@@ -42,31 +42,32 @@ def padding_bytes(profile: Profile, plan: Plan) -> Mapping[str, int]:
 
 
 def _cut(profile: Profile, plan: Plan) -> tuple[frozenset[str], Mapping[str, int]]:
+    """(names of the parameters that stay whole, bytes of padding of those that are padded)."""
+    return profile.analyses.cached(plan.shards, _cut_by, profile, plan)
+
+
+def _cut_by(profile: Profile, plan: Plan) -> tuple[frozenset[str], Mapping[str, int]]:
     ranks = plan.shards
-
-    def found() -> tuple[frozenset[str], Mapping[str, int]]:
-        whole, padding = set(), {}
-        for shape, names in profile.once("shapes", lambda: _shapes(profile)).items():
-            dim = data_dim(shape, (), plan, ranks)
-            if dim is None:
-                whole |= set(names)
-            elif behind := -shape[dim] % ranks:
-                padding |= {name: size * behind // shape[dim] for name, size in names.items()}
-        return frozenset(whole), padding
-
-    return profile.once(("cut", ranks), found)
+    whole, padding = set(), {}
+    for shape, names in profile.analyses.cached((), _shapes, profile).items():
+        dim = data_dim(shape, (), plan, ranks)
+        if dim is None:
+            whole |= set(names)
+        elif behind := -shape[dim] % ranks:
+            padding |= {name: size * behind // shape[dim] for name, size in names.items()}
+    return frozenset(whole), padding
 
 
 def perhaps_kept(profile: Profile, ranks: int) -> int:
     """Upper bound on the bytes of trained parameters that stay replicated where ZeRO and further
     sharding axes together have `ranks` ranks: all parameters without a dim that these divide. Dims
     that other axes split are not padded."""
+    return profile.analyses.cached(ranks, _perhaps_kept, profile, ranks)
 
-    def found() -> int:
-        trained = (p for p in profile.parameters if p.trainable)
-        return sum(p.bytes for p in trained if even_dim(p.shape, ranks) is None)
 
-    return profile.once(("perhaps kept", ranks), found)
+def _perhaps_kept(profile: Profile, ranks: int) -> int:
+    trained = (p for p in profile.parameters if p.trainable)
+    return sum(p.bytes for p in trained if even_dim(p.shape, ranks) is None)
 
 
 def kept_bytes(profile: Profile, plan: Plan, spans: Sequence[tuple[int, int]]) -> Kept:
@@ -76,21 +77,27 @@ def kept_bytes(profile: Profile, plan: Plan, spans: Sequence[tuple[int, int]]) -
     names, padding = kept_whole(profile, plan), padding_bytes(profile, plan)
     if not (names or padding):
         return Kept()
+    request = plan.shards, tuple(spans)
+    return profile.analyses.cached(request, _kept_bytes, profile, names, padding, spans)
 
-    def found() -> Kept:
-        read = [profile.parameters[n] for n in profile.read(spans)]
-        kept = [p for p in read if p.name in names]
-        padded = [p for p in read if p.name in padding]
-        trained = [p for p in padded if p.trainable]
-        return Kept(
-            sum(p.bytes for p in kept),
-            sum(p.bytes for p in kept if p.trainable),
-            sum(padding[p.name] for p in padded),
-            sum(padding[p.name] for p in trained),
-            sum(p.bytes for p in trained),
-        )
 
-    return profile.once(("kept bytes", plan.shards, tuple(spans)), found)
+def _kept_bytes(
+    profile: Profile,
+    names: frozenset[str],
+    padding: Mapping[str, int],
+    spans: Sequence[tuple[int, int]],
+) -> Kept:
+    read = [profile.parameters[n] for n in profile.read(spans)]
+    kept = [p for p in read if p.name in names]
+    padded = [p for p in read if p.name in padding]
+    trained = [p for p in padded if p.trainable]
+    return Kept(
+        sum(p.bytes for p in kept),
+        sum(p.bytes for p in kept if p.trainable),
+        sum(padding[p.name] for p in padded),
+        sum(padding[p.name] for p in trained),
+        sum(p.bytes for p in trained),
+    )
 
 
 def share_bytes(size: int, kept: int, padding: int, plan: Plan) -> int:

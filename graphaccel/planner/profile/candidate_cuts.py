@@ -31,11 +31,11 @@ def candidate_cuts(profile: Profile, sized: SizedProfile) -> Candidates:
     Of several cuts between which no parameter is used the one with fewest bytes is kept, the latest
     of equals: an activation function stays with the layer before it.
     """
-    return sized.once("candidate cuts", lambda: _candidate_cuts(profile, sized))
+    return sized.analyses.cached((), _candidate_cuts, profile, sized)
 
 
 def _candidate_cuts(profile: Profile, sized: SizedProfile) -> Candidates:
-    used, between, offered = profile.once("where cuts may be", lambda: _where(profile))
+    used, between, offered = profile.analyses.cached((), _where, profile)
     crossing = np.where(between, _crossing_bytes(profile, sized), np.iinfo(np.int64).max)
     here = np.flatnonzero(offered & _local_minima(crossing))
     order = here[np.lexsort((-here, crossing[here], used[here]))]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from graphaccel.capture.symbols import BATCH
+from graphaccel.ir.analysis_cache import AnalysisCache
 from graphaccel.planner.cluster.cluster import Device
 from graphaccel.planner.profile.axis_collectives import KINDS, Wires
 from graphaccel.planner.profile.chunk_rows import chunk_sizes
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from graphaccel.planner.profile.block_recompute import Recomputation
     from graphaccel.planner.profile.profile import Profile
     from graphaccel.planner.profile.storages import Tensor
-
-T = TypeVar("T")
 
 
 class SizedProfile:
@@ -37,7 +36,7 @@ class SizedProfile:
     are computed. passing_forward, passing_backward: the peak bytes of values that live only within
     a phase, while the position computes. chunks: chunk sizes in rows that a fused op can use
     (`planner.profile.chunk_rows`). exchanges: reduce-scatters run as an all-to-all and a sum, which
-    takes memory for the received parts (`runtime.gloo`).
+    takes memory for the received parts (`runtime.gloo`). analyses: what is computed from it.
     """
 
     def __init__(
@@ -54,8 +53,8 @@ class SizedProfile:
         resolve = Sizes(sizes)
         self._profile = profile
         self.exchanges = device.type == "cpu"
-        self._known: dict[Hashable, Any] = {}
-        self._by_recomputation: WeakKeyDictionary[Recomputation, dict[str, Any]] = (
+        self.analyses = AnalysisCache()
+        self._by_recomputation: WeakKeyDictionary[Recomputation, AnalysisCache] = (
             WeakKeyDictionary()
         )
         kind, first = profile.node_kinds
@@ -95,12 +94,6 @@ class SizedProfile:
         self._taken = np.array(taken, dtype=np.int64)
         of, tensors = profile.storage_kinds
         self.bytes = np.array([_bytes(t, resolve) for t in tensors], dtype=np.int64)[of]
-
-    def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """The result of `make`, cached by key."""
-        if key not in self._known:
-            self._known[key] = make()
-        return cast(T, self._known[key])
 
     @cached_property
     def weight(self) -> np.ndarray:
@@ -151,13 +144,12 @@ class SizedProfile:
     def passing_added(self, held: bool) -> np.ndarray:
         """`passing_backward` where matmuls accumulate their gradients in buckets. held: casts are
         held."""
+        return self.analyses.cached(held, SizedProfile._passing_added, self, held)
+
+    def _passing_added(self, held: bool) -> np.ndarray:
         profile = self._profile
-
-        def most() -> np.ndarray:
-            apart = profile.node_added | profile.node_held if held else profile.node_added
-            return self._most(~profile.node_forward, self._alive(apart))
-
-        return self.once(("added", held), most)
+        apart = profile.node_added | profile.node_held if held else profile.node_added
+        return self._most(~profile.node_forward, self._alive(apart))
 
     def _most(self, here: np.ndarray, passing: np.ndarray) -> np.ndarray:
         found = np.zeros(len(self._profile), dtype=np.int64)
@@ -212,38 +204,35 @@ class SizedProfile:
     def saved(self, recomputation: Recomputation | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Bytes per position that are saved for the backward, and that are recomputed for it."""
         recomputation = self._profile.no_recomputation if recomputation is None else recomputation
+        return self._analyses_of(recomputation).cached((), SizedProfile._saved, self, recomputation)
 
-        def made() -> tuple[np.ndarray, np.ndarray]:
-            kept, kept_at, remade, remade_at = self._profile.saved(recomputation)
-            return self._at(kept_at, self.bytes[kept]), self._at(remade_at, self.bytes[remade])
-
-        return self._once_per_recomputation("saved", recomputation, made)
+    def _saved(self, recomputation: Recomputation) -> tuple[np.ndarray, np.ndarray]:
+        kept, kept_at, remade, remade_at = self._profile.saved(recomputation)
+        return self._at(kept_at, self.bytes[kept]), self._at(remade_at, self.bytes[remade])
 
     def recompute_seconds(
         self, recomputation: Recomputation
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Seconds per position of recomputation for the backward: of the device, those of
         collectives among them, and those in which the process starts the ops."""
+        return self._analyses_of(recomputation).cached(
+            (), SizedProfile._recompute_seconds, self, recomputation
+        )
 
-        def made() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-            here, length = recomputation.rows, len(self._profile)
-            place, kind = self._profile.node_position[here], self._profile.node_kinds[0][here]
-            seconds, sent, starting = (
-                np.bincount(place, values[kind], minlength=length).astype(float)
-                for values in self._by_kind
-            )
-            return seconds, sent, starting
+    def _recompute_seconds(
+        self, recomputation: Recomputation
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        here, length = recomputation.rows, len(self._profile)
+        place, kind = self._profile.node_position[here], self._profile.node_kinds[0][here]
+        seconds, sent, starting = (
+            np.bincount(place, values[kind], minlength=length).astype(float)
+            for values in self._by_kind
+        )
+        return seconds, sent, starting
 
-        return self._once_per_recomputation("done", recomputation, made)
-
-    def _once_per_recomputation(
-        self, what: str, recomputation: Recomputation, make: Callable[[], T]
-    ) -> T:
-        """`once`, cached for the lifetime of `recomputation`."""
-        known = self._by_recomputation.setdefault(recomputation, {})
-        if what not in known:
-            known[what] = make()
-        return cast(T, known[what])
+    def _analyses_of(self, recomputation: Recomputation) -> AnalysisCache:
+        """The results of a recomputation, for as long as it lives."""
+        return self._by_recomputation.setdefault(recomputation, AnalysisCache())
 
     @property
     def row_seconds(self) -> np.ndarray:

@@ -9,10 +9,10 @@ one microbatch size.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, TypeVar, cast
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -21,6 +21,7 @@ from torch import fx
 
 from graphaccel.capture.layers.blocks import block_of
 from graphaccel.capture.stepgraph import StepGraph
+from graphaccel.ir.analysis_cache import AnalysisCache
 from graphaccel.ir.replication.layers import NotRepeated
 from graphaccel.ir.replication.unfold import node_names
 from graphaccel.ir.values import operands
@@ -51,7 +52,6 @@ _CAST = torch.ops.aten._to_copy.default
 _MM = torch.ops.aten.mm.default
 _LOW = (torch.bfloat16, torch.float16)
 _RECENT = 8  # recompute choices that are cached: with many layers each is large
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Profile:
         """Whether recomputing a block repeats all of its forward, as other systems do."""
         self._recent = lru_cache(_RECENT)(self._recomputation)
         self._saved: WeakKeyDictionary[Recomputation, tuple[np.ndarray, ...]] = WeakKeyDictionary()
-        self._known: dict[Hashable, Any] = {}
+        self.analyses = AnalysisCache()
 
     def __len__(self) -> int:
         return len(self.names)
@@ -155,12 +155,6 @@ class Profile:
             if not chunk and made.chunks:  # the preferred size
                 self._sized.setdefault((*key[:-1], made.chunks[0]), made)
         return self._sized[key]
-
-    def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """The result of `make`, cached by key."""
-        if key not in self._known:
-            self._known[key] = make()
-        return cast(T, self._known[key])
 
     @cached_property
     def node_weight(self) -> np.ndarray:

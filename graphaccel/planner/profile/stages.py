@@ -288,15 +288,18 @@ def chain_of(
     profile: Profile, sized: SizedProfile, seconds_per_byte: float, message_seconds: float
 ) -> Chain:
     """The points where a step may be cut, and what each cut costs (see `choose_cuts`)."""
+    costs = seconds_per_byte, message_seconds
+    return sized.analyses.cached(costs, _chain, profile, sized, *costs)
 
-    def made() -> Chain:
-        candidates = candidate_cuts(profile, sized)
-        ends = np.array([-1, *candidates.positions, len(profile) - 1])
-        work = np.concatenate([[0.0], np.cumsum(sized.forward + sized.backward)])[ends + 1]
-        message = [0.0, *(message_seconds + n * seconds_per_byte for n in candidates.bytes), 0.0]
-        return Chain(ends, work, np.array(message))
 
-    return sized.once(("chain", seconds_per_byte, message_seconds), made)
+def _chain(
+    profile: Profile, sized: SizedProfile, seconds_per_byte: float, message_seconds: float
+) -> Chain:
+    candidates = candidate_cuts(profile, sized)
+    ends = np.array([-1, *candidates.positions, len(profile) - 1])
+    work = np.concatenate([[0.0], np.cumsum(sized.forward + sized.backward)])[ends + 1]
+    message = [0.0, *(message_seconds + n * seconds_per_byte for n in candidates.bytes), 0.0]
+    return Chain(ends, work, np.array(message))
 
 
 def choose_cuts(

@@ -45,7 +45,7 @@ class BlockOption:
 def block_options(profile: Profile, sized: SizedProfile) -> tuple[tuple[BlockOption, ...], ...]:
     """The bytes freed and seconds of recomputing each block alone, for each of its options, the
     fewest seconds first; options that free nothing are left out."""
-    return sized.once("block options", lambda: _block_options(profile, sized))
+    return sized.analyses.cached((), _block_options, profile, sized)
 
 
 def _block_options(profile: Profile, sized: SizedProfile) -> tuple[tuple[BlockOption, ...], ...]:

@@ -43,17 +43,21 @@ def ways_of(profile: Profile, sized: SizedProfile) -> tuple[tuple[Way, ...], ...
     """For each kind of block its recompute options on the Pareto front of bytes and seconds, from
     the fewest seconds to the fewest bytes; only options that save less than no recomputation does.
     """
-    return sized.once(
-        "ways", lambda: tuple(_ways(Body(profile, sized, k)) for k in profile.block_kinds)
-    )
+    return sized.analyses.cached((), _all_ways, profile, sized)
 
 
 def leanest_of(profile: Profile, sized: SizedProfile) -> tuple[Way | None, ...]:
     """For each kind of block the last of its options, computed without the others; None without
     one."""
-    return sized.once(
-        "leanest", lambda: tuple(_leanest(Body(profile, sized, k)) for k in profile.block_kinds)
-    )
+    return sized.analyses.cached((), _all_leanest, profile, sized)
+
+
+def _all_ways(profile: Profile, sized: SizedProfile) -> tuple[tuple[Way, ...], ...]:
+    return tuple(_ways(Body(profile, sized, kind)) for kind in profile.block_kinds)
+
+
+def _all_leanest(profile: Profile, sized: SizedProfile) -> tuple[Way | None, ...]:
+    return tuple(_leanest(Body(profile, sized, kind)) for kind in profile.block_kinds)
 
 
 def _leanest(body: Body) -> Way | None:

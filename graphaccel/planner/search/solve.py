@@ -272,9 +272,9 @@ def _cuts(problem: Problem, plan: Plan) -> Iterator[tuple[str, ...]]:
     seconds = 1 / link.bandwidth, link.latency_seconds + cluster.device.launch_seconds
     profile = problem.layouts.of(plan)
     pinned = problem.stages
-    even = sized.once(
-        ("even", stages, *seconds, pinned),
-        lambda: choose_cuts(profile, sized, stages, *seconds, pinned=pinned),
+    request = stages, *seconds, pinned
+    even = sized.analyses.cached(
+        request, choose_cuts, profile, sized, stages, *seconds, pinned=pinned
     )
     assert even is not None
     yield even
@@ -298,12 +298,9 @@ def _cuts(problem: Problem, plan: Plan) -> Iterator[tuple[str, ...]]:
         in_flight=tuple(waiting[s] for s in range(stages)),
         budget=(cluster.tensor_budget / plan.interleave,) * stages,
     )
-    fitting = sized.once(
-        ("fitting", stages, *seconds, pinned, limit),
-        lambda: choose_cuts(
-            profile, sized, stages, *seconds,
-            saved=sized.saved(profile.full_recomputation)[0], limit=limit, pinned=pinned,
-        ),
+    fitting = sized.analyses.cached(
+        (*request, limit), choose_cuts, profile, sized, stages, *seconds,
+        saved=sized.saved(profile.full_recomputation)[0], limit=limit, pinned=pinned,
     )  # fmt: skip
     if fitting not in (None, even):
         yield fitting

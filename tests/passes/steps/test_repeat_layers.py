@@ -82,7 +82,7 @@ def memory(program: StepProgram, plan: Plan) -> list[StageMemory]:
 
 def whole(step: StepGraph) -> StepGraph:
     """The step as if all layers had been captured."""
-    return replace(step, repeats=None, derived={})
+    return replace(step, repeats=None)
 
 
 def columns(profile: Profile, cluster: Cluster, plan: Plan) -> list[object]:
@@ -110,7 +110,7 @@ def test_profiles_are_those_of_all_layers(axes: dict[str, int], deep: StepGraph)
     """Unfolded from few layers, column by column what the whole graph gives."""
     where = cluster("h100-80gb", 4)
     plan = Plan(4, batch=16, sequence=False, **axes)  # 8: what is cheapest differs with the depth
-    whole = replace(deep, repeats=None, derived={})
+    whole = replace(deep, repeats=None)
     if not axes:
         few, all_layers = Profile(deep), Profile(whole)
     else:
@@ -161,7 +161,7 @@ def test_programs_are_those_of_all_layers(
         return real(graph, step, *rest, **more)
 
     monkeypatch.setattr(adapters, "shard_axes", counting)
-    few = build(replace(deep, derived={}), plan, sizes=deep.sizes)
+    few = build(replace(deep), plan, sizes=deep.sizes)
     assert sharded == [3, 4]
     assert bool(repeated) == programs
     sharded.clear()
