@@ -24,6 +24,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from graphaccel.planner.plan.plan_name import plan_name
+
 LAYERS = (8, 32, 126)
 SAME = {"microbatches": 1, "recompute": "all"}
 RESULTS = Path(__file__).parent / "results" / "large.json"
@@ -60,7 +62,7 @@ def measured(layers: int, same: bool) -> dict[str, Any]:
         "layers": layers,
         "same": same,
         "ops": step.nodes,
-        "plan": plan.name,
+        "plan": plan_name(plan),
         "plans_built": 1 + sum("once built" in note for note in plan.notes),
         "program_nodes": calls,
         "capture_seconds": captured - start,

@@ -21,6 +21,7 @@ from torch import Tensor
 import graphaccel
 from benchmarks.common import RESULTS
 from benchmarks.guards import processor
+from graphaccel.planner.plan.plan_name import plan_name
 
 LENGTHS = range(8, 128, 4)
 ROWS, EPOCHS = 8, 3
@@ -69,7 +70,7 @@ def measure(devices: int) -> dict[str, Any]:
     return {
         "model": f"GPT-2, 2 layers of 128, {len(data)} batches of {len(LENGTHS)} lengths",
         "devices": devices,
-        "plan": ours.graphaccel.plan.name,
+        "plan": plan_name(ours.graphaccel.plan),
         "machine": {"cores": os.cpu_count(), "processor": processor()},
         "torch": torch.__version__,
         "captures": len(ours.graphaccel.compiler.captures.steps),

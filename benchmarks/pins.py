@@ -21,6 +21,7 @@ from random import Random
 from typing import Any
 
 from benchmarks.common import RESULTS
+from graphaccel.planner.plan.plan_name import plan_name
 
 RESULT = RESULTS / "pins.json"
 JOBS: dict[str, dict[str, Any]] = {
@@ -118,9 +119,10 @@ def measured(name: str, count: int) -> dict[str, Any]:
         for found in fitting[:1]:
             assert found.prediction is not None
             if best is None or found.prediction.seconds < best[0]:
-                best = found.prediction.seconds, found.name, pins
+                best = found.prediction.seconds, plan_name(found), pins
     return {
-        "plan": plan.name, "seconds": plan.prediction.seconds, "certificate": plan.certificate,
+        "plan": plan_name(plan), "seconds": plan.prediction.seconds,
+        "certificate": plan.certificate,
         "drawn": count, "feasible": feasible,
         "best_pinned_seconds": best[0] if best else None,
         "best_pinned": best[1] if best else "", "pins": best[2] if best else {},

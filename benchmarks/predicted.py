@@ -38,6 +38,7 @@ from graphaccel.compiler.model import Model, optimizer_bytes
 from graphaccel.planner.cluster.catalogue import cluster
 from graphaccel.planner.cluster.cluster import Cluster
 from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.plan.plan_name import plan_name
 
 PLANS: tuple[tuple[int, Mapping[str, Any]], ...] = (
     (1, {"microbatches": 1}),
@@ -109,7 +110,7 @@ def rounds_of(
     target: tuple[Path, str | None], plans: Sequence[Plan], steps: int, rounds: int
 ) -> dict[str, list[float]]:
     """Seconds of a step in each round, by name: a plan that is chosen and pinned runs once."""
-    each = {plan.name: plan for plan in plans}
+    each = {plan_name(plan): plan for plan in plans}
     found: dict[str, list[float]] = {name: [] for name in each}
 
     def run(names: Sequence[str]) -> None:
@@ -138,13 +139,13 @@ def pairs(name: str, steps: int, rounds: int) -> list[dict[str, Any]]:
         found = rounds_of(target, plans, steps, rounds)
         for pins, plan in zip(every, plans, strict=True):
             assert plan.prediction is not None
-            seconds = found[plan.name]
+            seconds = found[plan_name(plan)]
             took = statistics.median(seconds)
-            row = {"model": name, "processes": count, "pins": dict(pins), "plan": plan.name}
+            row = {"model": name, "processes": count, "pins": dict(pins), "plan": plan_name(plan)}
             row |= {"predicted": plan.prediction.seconds, "measured": took, "rounds": seconds}
             said = f"{1e3 * row['predicted']:8.1f} ms {1e3 * took:8.1f} ms"
             error = row["predicted"] / took - 1
-            print(f"{name:6} {count} {plan.name:60} {said} {error:+.1%}", flush=True)
+            print(f"{name:6} {count} {plan_name(plan):60} {said} {error:+.1%}", flush=True)
             rows.append(row)
     return rows
 

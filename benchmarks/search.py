@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.common import RESULTS
+from graphaccel.planner.plan.plan_name import plan_name
 
 RESULT = RESULTS / "search.json"
 
@@ -209,7 +210,7 @@ def measured(name: str) -> dict[str, Any]:
         "capture_seconds": captured - begin,
         "search_seconds": chosen - captured - compiler.building,
         "build_seconds": compiler.building, "seconds": end - begin,
-        "candidates": record.outcome.tally.candidates, "plan": plan.name,
+        "candidates": record.outcome.tally.candidates, "plan": plan_name(plan),
         "predicted_seconds": plan.prediction.seconds, "certificate": plan.certificate,
         "peak_bytes": max(m.peak for m in plan.prediction.memory),
         "peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9,

@@ -27,6 +27,7 @@ from graphaccel.errors import CaptureDiffers, DeviceOutOfMemory, GraphMisuse
 from graphaccel.ir.program import StepProgram
 from graphaccel.planner.plan.base_plan import PRECISIONS
 from graphaccel.planner.plan.plan import Plan, Precision
+from graphaccel.planner.plan.plan_name import plan_name
 from graphaccel.progress import progress
 from graphaccel.proof.gate import Gate, Now
 from graphaccel.report.assumptions import assumed_of
@@ -191,7 +192,7 @@ class Handle:
             run.gate.keep(expected, batch, run.model, trial, example=example)
         plan = prepared.planned.plan
         peak = plan.prediction
-        said = plan.name + (f", {1e3 * peak.seconds:.0f} ms predicted" if peak else "")
+        said = plan_name(plan) + (f", {1e3 * peak.seconds:.0f} ms predicted" if peak else "")
         progress("ready", said, 0.0)
 
     @property

@@ -37,6 +37,7 @@ from graphaccel.planner.cluster.cluster import Cluster
 from graphaccel.planner.estimate.optimizer_memory import NOTHING, OptimizerMemory
 from graphaccel.planner.plan.limits import Limits
 from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.plan.plan_name import plan_name
 from graphaccel.planner.plan.prediction import Chosen
 from graphaccel.planner.profile.layout_profiles import Layouts, LocalGraph, rates_of
 from graphaccel.planner.profile.profile import Profile
@@ -178,7 +179,7 @@ class Compiler:
         choices = self._choices.get(_choices_key(step, plan))
         notes = program_notes(step, plan, program, self.model, cluster, layouts, choices)
         plan = replace(plan, notes=(*plan.notes, *notes))
-        progress("plan", plan.name, time.perf_counter() - start)
+        progress("plan", plan_name(plan), time.perf_counter() - start)
         return Planned(step, plan, program, cluster)
 
     def _refuse_missing(self, step: StepGraph, limits: Limits) -> None:

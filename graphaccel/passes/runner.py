@@ -30,6 +30,7 @@ from graphaccel.ir.text import graph_text, target_text
 from graphaccel.passes.context import Context
 from graphaccel.passes.verify import InvalidGraph, check_counts, check_graphs
 from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.plan.plan_name import plan_name
 
 T = TypeVar("T")
 Level: TypeAlias = Literal["step", "rank", "joint", "program", "sums"]
@@ -60,7 +61,7 @@ class Runner:
         self.passes = tuple(passes)
         self._number = 0
         wanted = os.environ.get("GRAPHACCEL_DUMP") if os.environ.get("RANK", "0") == "0" else None
-        self._dump = Path(wanted) / re.sub(r"\W+", "-", plan.name) if wanted else None
+        self._dump = Path(wanted) / re.sub(r"\W+", "-", plan_name(plan)) if wanted else None
         self._full = os.environ.get("GRAPHACCEL_VERIFY", "0") not in ("", "0")
 
     def run(self, context: Context, *levels: Level) -> Context:

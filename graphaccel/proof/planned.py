@@ -22,6 +22,7 @@ from graphaccel.ir.program import StepProgram
 from graphaccel.ir.values import tensors_of
 from graphaccel.passes.pipeline import prepared
 from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.plan.plan_name import plan_name
 from graphaccel.progress import progress
 from graphaccel.proof.comparison import Pair, Setting, draws, graph_results
 from graphaccel.proof.constant_draws import ConstantDraws, can_be_constant
@@ -233,7 +234,7 @@ def expect(
         error = failed
     if error is not None:
         pair.eager_runs()  # a batch that eager code can not run either is the script's fault
-        raise PlanDiffers(plan=plan.name, values=(f"on one device: {error}",)) from error
+        raise PlanDiffers(plan=plan_name(plan), values=(f"on one device: {error}",)) from error
     values: dict[str, Any] = {} if made.loss is None else {"loss": made.loss}
     if plan.outputs != "loss" or made.loss is None:
         values |= {f"output {leaf}": sums for leaf, sums in made.outputs.items()}
@@ -242,7 +243,7 @@ def expect(
     values |= {f"new value of `{n}`": sums for n, sums in made.buffers.items()}
     terms = {f"new value of `{n}`": size for n, size in made.magnitudes.items()}
     tried = constant or made.loss is None
-    return Expected(plan.name, _dtype(pair, plan), values, terms, constant, tried)
+    return Expected(plan_name(plan), _dtype(pair, plan), values, terms, constant, tried)
 
 
 def expect_together(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from graphaccel.planner.plan.plan_name import plan_name
 from graphaccel.planner.plan.prediction import Alternative
 from graphaccel.report.certainty import error_text
 from graphaccel.report.explanation import answer_lines
@@ -44,7 +45,7 @@ def brief_text(facts: Facts) -> str:
 
 def _decisions(facts: Facts) -> list[str]:
     plan = facts.plan
-    lines = [f"PLAN    {plan.name}"]
+    lines = [f"PLAN    {plan_name(plan)}"]
     if plan.pinned:
         lines.append(clipped(f"  pinned: {', '.join(plan.pinned)}"))
     parts = plural(plan.microbatches, "microbatch")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from graphaccel.errors.messages import format_bytes
 from graphaccel.planner.memory.exact_memory import Sample
+from graphaccel.planner.plan.plan_name import plan_name
 from graphaccel.report.facts import Event, Facts, Point, RankMemory, StageFacts
 from graphaccel.report.format import plural, seconds_text, term_name
 from graphaccel.report.scales import Scale, Tick, bytes_label, time_label
@@ -323,7 +324,7 @@ def pareto_chart(facts: Facts) -> ParetoChart | None:
         budget=across(budget / unit) if shown else None,
         budget_label=f"{format_bytes(budget)} per device",
         chosen=chosen,
-        chosen_label=facts.plan.name,
+        chosen_label=plan_name(facts.plan),
         chosen_anchor="end" if chosen is not None and chosen.x > WIDTH * 0.55 else "start",
         chosen_drop=-12.0 if chosen is not None and chosen.y > bottom - 40 else 22.0,
         note=f"{plural(len(points), 'candidate')}, {fits} of them fit"

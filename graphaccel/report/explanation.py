@@ -6,6 +6,7 @@ from graphaccel.errors.messages import columns, format_bytes
 from graphaccel.planner.cluster.cluster import Cluster
 from graphaccel.planner.explain.answers import Answer, Decision, Explanation
 from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.plan.plan_name import plan_name
 from graphaccel.report.certainty import room
 from graphaccel.report.format import (
     CATEGORIES,
@@ -30,7 +31,7 @@ def explanation_lines(why: Explanation, plan: Plan) -> list[str]:
             rows.append((f"  {price.change}", "nothing fits", "", ""))
             continue
         gain = "no change" if abs(price.gain) < 0.0005 else f"{-price.gain:+.1%}"
-        name = "the same plan" if price.name == plan.name else price.name
+        name = "the same plan" if price.name == plan_name(plan) else price.name
         rows.append((f"  {price.change}", gain, seconds_text(price.seconds), name))
     lines += [clipped(line) for line in columns(rows)]
     lines += ["", f"STABILITY  {stability(why)}"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from graphaccel.errors import CannotExport
+from graphaccel.planner.plan.plan_name import plan_name
 from graphaccel.report.facts import Facts
 from graphaccel.report.targets.accelerate import accelerate
 from graphaccel.report.targets.common import Refusal, Refused
@@ -32,7 +33,7 @@ def export(facts: Facts, target: str) -> str:
     text, refused = _exported(facts, target)
     if refused:
         reasons = tuple(one.reason for one in refused)
-        raise CannotExport(target=target, plan=facts.plan.name, reasons=reasons)
+        raise CannotExport(target=target, plan=plan_name(facts.plan), reasons=reasons)
     return text
 
 

@@ -26,6 +26,7 @@ from graphaccel.planner.estimate.traffic import Traffic, traffic
 from graphaccel.planner.explain.answers import Answer, Explanation
 from graphaccel.planner.memory.exact_memory import Sample
 from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.plan.plan_name import plan_name
 from graphaccel.planner.plan.prediction import Prediction
 from graphaccel.planner.profile.candidate_cuts import stage_positions
 from graphaccel.planner.profile.layout_profiles import Layouts
@@ -295,7 +296,7 @@ def run_spans(facts: Facts) -> dict[tuple[str, int, int], tuple[float, float]]:
 def points(plans: Sequence[Plan], chosen: Plan, cluster: Cluster) -> tuple[Point, ...]:
     """Every candidate, by ascending seconds; the chosen plan is among them. Of two predictions of
     the same candidate the later one is used."""
-    rows = {plan.decided(): (_seconds(plan), _peak(plan), plan.name) for plan in plans}
+    rows = {plan.decided(): (_seconds(plan), _peak(plan), plan_name(plan)) for plan in plans}
     rows[chosen.decided(notes=())] = (_seconds(chosen), _peak(chosen), chosen.name)
     best = chosen.decided(notes=())
     found, lowest = [], None

@@ -10,6 +10,7 @@ from graphaccel.ir.program import StepProgram
 from graphaccel.planner.cluster.cluster import Cluster
 from graphaccel.planner.memory.exact_memory import UNEVEN
 from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.plan.plan_name import plan_name
 from graphaccel.planner.plan.prediction import StageMemory
 from graphaccel.planner.profile.layout_profiles import Layouts
 from graphaccel.report.certainty import error_text, reserve_of, reserve_text, room
@@ -103,7 +104,7 @@ def head_lines(facts: Facts, *, capture: bool = True) -> list[str]:
 
 def _decisions(facts: Facts) -> list[str]:
     plan = facts.plan
-    lines = [f"PLAN    {plan.name}"]
+    lines = [f"PLAN    {plan_name(plan)}"]
     if plan.pinned:
         lines += wrapped(f"pinned: {', '.join(plan.pinned)}")
     parts = plural(plan.microbatches, "microbatch")

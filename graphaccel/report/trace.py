@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from graphaccel.planner.plan.plan_name import plan_name
 from graphaccel.report.facts import Event, Facts
 from graphaccel.schedule.table import COMPUTING
 
@@ -35,7 +36,7 @@ def trace_json(facts: Facts) -> str:
 def _about(facts: Facts) -> dict[str, str]:
     cluster = facts.cluster
     return {
-        "plan": facts.plan.name,
+        "plan": plan_name(facts.plan),
         "model": facts.model.name,
         "cluster": f"{cluster.count} x {cluster.device.name}",
         "times": "predicted",

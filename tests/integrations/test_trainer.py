@@ -12,6 +12,7 @@ import transformers
 from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 
 from graphaccel.integrations.transformers import Trainer
+from graphaccel.planner.plan.plan_name import plan_name
 from tests.support.pool import Pool
 
 pytestmark = [
@@ -119,7 +120,7 @@ def _trained(plan: dict[str, Any], resumed: dict[str, Any], root: str) -> list[A
     folder = f"{root}/planned"
     history, trainer = run(Trainer, folder, optimize=plan)
     again, _ = run(Trainer, f"{root}/again", resume=f"{folder}/checkpoint-2", optimize=resumed)
-    name = trainer.model.graphaccel.plan.name
+    name = plan_name(trainer.model.graphaccel.plan)
     best = trainer.state.best_model_checkpoint
     return [name, history, again, logits(trainer.model), Path(best).name]
 

@@ -17,6 +17,7 @@ from graphaccel.kernels.ops import (
     experts,  # noqa: F401  # they define ops
 )
 from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.plan.plan_name import plan_name
 from tests.support.zoo import ALL
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -70,7 +71,7 @@ def test_captured_steps(name: str, captured: Callable[[str], StepGraph]) -> None
         Plan(2, data=2, microbatches=2, batch=8),
         Plan(4, tensor=2, context=2, batch=8),
     ],
-    ids=lambda plan: plan.name,
+    ids=plan_name,
 )
 def test_graphs_of_stages(plan: Plan, captured: Callable[[str], StepGraph]) -> None:
     """With collectives, and with calls that write in place."""

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from graphaccel.planner.cluster.catalogue import cluster
 from graphaccel.planner.cluster.cluster import Cluster
+from graphaccel.planner.plan.plan_name import plan_name
 from graphaccel.report.facts import Facts, RankMemory
 from graphaccel.report.plain import from_plain, to_plain
 from graphaccel.report.trace import trace_json
@@ -102,7 +103,7 @@ def test_every_action_is_an_event_and_none_after_the_step(facts: Facts) -> None:
 
 def test_the_chosen_plan_is_one_of_the_candidates(facts: Facts) -> None:
     (chosen,) = (p for p in facts.candidates if p.chosen)
-    assert chosen.name == facts.plan.name
+    assert chosen.name == plan_name(facts.plan)
     assert chosen.seconds == facts.prediction.seconds
     assert chosen.peak == max(m.peak for m in facts.prediction.memory)
     for point in facts.candidates:

@@ -23,6 +23,7 @@ from graphaccel.kernels.ops.expert_rows import EXCHANGE
 from graphaccel.kernels.register import op_of
 from graphaccel.kernels.registry import fusion_named
 from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.plan.plan_name import plan_name
 from graphaccel.runtime.cuda_graphs import MOST, WARM, StepGraphs, declined
 from graphaccel.sharding.apply.random_parts import DROPOUT_PART
 from tests.support.gpt import GPT
@@ -282,7 +283,7 @@ def test_the_report_and_the_name_say_it(recorder: PoolRecorder) -> None:
     model = Classifier()
     graphaccel.optimize(model, devices=1, cuda_graphs=True, example_batch=small_batch())
     report = model.graphaccel.report()
-    assert model.graphaccel.plan.name.endswith(" · CUDA graphs")
+    assert plan_name(model.graphaccel.plan).endswith(" · CUDA graphs")
     assert "CUDA graphs: the actions of 1 of 1 stages are recorded" in report
     assert "CUDA graphs have not run on a GPU yet" in report
     again = Plan.from_json(model.graphaccel.plan.to_json())

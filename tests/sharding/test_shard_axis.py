@@ -257,7 +257,7 @@ class _AtRandom(PlacementProblem):
 @pytest.mark.parametrize(("name", "axis", "seed"), AT_RANDOM)
 def test_any_placement(name: str, axis: str, seed: int) -> None:
     step, graph, _ = captured(name)
-    space = Shardable(graph.graph, step.inputs, step.outputs, axis, 2, {}, True)
+    space = Shardable(graph.graph, step.inputs, step.outputs, axis, 2, {}, True).spread()
     problem = _AtRandom(space, RATES)
     problem.generator = np.random.default_rng(seed)
     made = shard_axis(graph, step.inputs, step.outputs, problem.solve(), axis=axis, ranks=2)
@@ -287,7 +287,7 @@ def test_uneven_dims_are_padded(name: str, ranks: int) -> None:
 def test_any_uneven_placement(name: str, seed: int) -> None:
     step, graph, _ = captured(name)
     problem = _AtRandom(
-        Shardable(graph.graph, step.inputs, step.outputs, "tensor", 2, {}, True), RATES
+        Shardable(graph.graph, step.inputs, step.outputs, "tensor", 2, {}, True).spread(), RATES
     )
     problem.generator = np.random.default_rng(seed)
     made = shard_axis(graph, step.inputs, step.outputs, problem.solve(), axis="tensor", ranks=2)
@@ -319,7 +319,7 @@ def test_gradients_that_are_read_themselves(seed: int, monkeypatch: pytest.Monke
     monkeypatch.setitem(UNEVEN, "adapted", _adapted)
     step, graph, _ = captured("adapted")
     problem = _AtRandom(
-        Shardable(graph.graph, step.inputs, step.outputs, "tensor", 2, {}, True), RATES
+        Shardable(graph.graph, step.inputs, step.outputs, "tensor", 2, {}, True).spread(), RATES
     )
     problem.generator = np.random.default_rng(seed)
     made = shard_axis(graph, step.inputs, step.outputs, problem.solve(), axis="tensor", ranks=2)

@@ -11,6 +11,7 @@ from graphaccel.planner.cluster.cluster import MOST_DEVICES, Cluster, Collective
 from graphaccel.planner.explain.answers import Price, Shift
 from graphaccel.planner.plan.pins import Pins
 from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.plan.plan_name import plan_name
 from graphaccel.planner.search.offload_search import solve_as_needed
 from graphaccel.planner.search.reasons import as_corrected, seconds, wider_cluster
 from graphaccel.planner.search.record import Record
@@ -60,7 +61,7 @@ def _price(
     if best is None:
         return Price(change, None, "", None)
     each = seconds(best) * record.batch / batch
-    return Price(change, seconds(best), best.name, 1 - each / seconds(plan))
+    return Price(change, seconds(best), plan_name(best), 1 - each / seconds(plan))
 
 
 def shifts(record: Record, problem: Problem, plan: Plan) -> Iterator[Shift]:
@@ -73,7 +74,7 @@ def shifts(record: Record, problem: Problem, plan: Plan) -> Iterator[Shift]:
             if best is None:
                 continue
             regret = max(0.0, mine / seconds(best) - 1)
-            yield Shift(name, factor, regret, plan.name if regret == 0 else best.name)
+            yield Shift(name, factor, regret, plan_name(plan) if regret == 0 else plan_name(best))
 
 
 def _rates(cluster: Cluster, factor: float) -> Iterator[tuple[str, float, Cluster]]:

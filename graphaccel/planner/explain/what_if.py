@@ -28,6 +28,7 @@ from graphaccel.planner.plan.conflicts import agreeing_pins
 from graphaccel.planner.plan.offload import offload_text, read_offload
 from graphaccel.planner.plan.pins import NAMES, Pins
 from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.plan.plan_name import plan_name
 from graphaccel.planner.search.candidates import Shape, shapes, shard_sizes
 from graphaccel.planner.search.capabilities import offered
 from graphaccel.planner.search.offload_search import WORTH_COPIES, solve_as_needed
@@ -261,7 +262,7 @@ def _choice(record: Record, problem: Problem, plan: Plan, name: str, value: obje
         pinned = name in record.pins.names
         numerics = "changes numerics: only when pinned" if name == "precision" else ""
         reason = no_slower(gain, seconds(plan), "pinned otherwise" if pinned else numerics)
-    return Choice(said, best.name, seconds(best), peak, reason)
+    return Choice(said, plan_name(best), seconds(best), peak, reason)
 
 
 def _problem(record: Record) -> Problem:

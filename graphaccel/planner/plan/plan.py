@@ -261,45 +261,6 @@ class Plan:
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NO_DECISION}
 
     @property
-    def name(self) -> str:
-        """`data 2 x pipeline 2 · 8 microbatches · recompute 4 blocks`."""
-        parts = [" x ".join(f"{axis} {size}" for axis, size in self.mesh.items())]
-        if self.interleave > 1:
-            parts[0] += f" x interleave {self.interleave}"
-        if self.reordered:
-            parts[0] += f" in the order {', '.join(self.reordered)}"
-        if self.pipeline > 1 and self.schedule not in ("1f1b", "interleaved"):
-            parts[0] += f", {self.schedule.replace('_', ' ')}"
-        if self.zero:
-            parts.append(f"zero {self.zero}")
-            parts[-1] += f" in groups of {self.shard_size}" if self.shard_size else ""
-            if self.zero == 3 and self.reshard_after_forward != "always":
-                each = " a step" if self.reshard_after_forward == "once_per_step" else ""
-                parts[-1] += f", gathered once{each}"
-            if self.accumulation == "shards":
-                parts[-1] += ", reduced in each microbatch"
-        if self.microbatches > 1:
-            parts.append(f"{self.microbatches} microbatches of {self.microbatch_size}")
-        if self.recompute or self.selective:
-            several = sum(len(own.blocks) for own in self.selective)
-            whole = f"{len(self.recompute)} blocks" if self.recompute else ""
-            part = f"{several} {'' if whole else 'blocks '}selectively" if several else ""
-            parts.append("recompute " + ", ".join(filter(None, (whole, part))))
-        if self.offload:
-            parts.append(f"{' and '.join(self.offload)} on the host")
-        if self.precision.compute != "float32":
-            through = self.precision.stream != "float32"
-            parts.append(self.precision.compute + " parameters" * through)
-            parts[-1] += ", cast once a step" * self.holds_casts
-        if self.precision.matmul:
-            parts.append(f"{self.precision.matmul} matmuls")
-        if self.compile != "off":
-            parts.append(self.compile)
-        if self.cuda_graphs:
-            parts.append("CUDA graphs")
-        return " · ".join(parts)
-
-    @property
     def microbatch_size(self) -> int:
         """Examples in one microbatch on one data rank."""
         return self.batch // (self.data * self.microbatches)

@@ -17,6 +17,7 @@ from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH
 from graphaccel.planner.cluster.cluster import Cluster
 from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.plan.plan_name import plan_name
 from graphaccel.planner.profile.axis_rates import axis_rates
 from graphaccel.planner.profile.lines import Lines
 from graphaccel.planner.profile.profile import Profile
@@ -87,7 +88,7 @@ class Layouts:
         key = self._key(plan)
         if key not in self._made:
             if self.localise is None:
-                raise ValueError(f"nothing here can shard a graph for {plan.name}")
+                raise ValueError(f"nothing here can shard a graph for {plan_name(plan)}")
             local = self.localise(plan)
             if BATCH not in local.step.sizes:  # one profile for each microbatch size
                 self._fixed.add(_layout_of(plan))

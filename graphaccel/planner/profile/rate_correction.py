@@ -27,6 +27,7 @@ import numpy as np
 from graphaccel.planner.cluster.cluster import Cluster, Device, Link, StepTime
 from graphaccel.planner.plan.base_plan import PRECISIONS
 from graphaccel.planner.plan.plan import Plan, Precision
+from graphaccel.planner.plan.plan_name import plan_name
 from graphaccel.planner.plan.prediction import Prediction
 from graphaccel.planner.profile.profile import Profile
 
@@ -108,7 +109,7 @@ def step_time(
         model,
         name,
         precision_name(plan.precision),
-        plan.name,
+        plan_name(plan),
         plan.devices,
         predicted.compute + predicted.bubble,
         predicted.communication,

@@ -316,33 +316,39 @@ def recomputes(problem: Problem, pins: Pins) -> tuple[str | tuple[str, ...], ...
 def _zeros(
     problem: Problem, pins: Pins, data: int, microbatches: int
 ) -> Iterator[tuple[int, str, str]]:
-    """(zero, reshard_after_forward, accumulation), the pinned or default one first.
+    """(zero, reshard_after_forward, accumulation), the pinned or default one first."""
+    free = problem.shardable and problem.profile.step.has_loss and data > 1
+    if "parameters" in pins.on_host and data > 1:  # in shards, and never held gathered
+        if pins.zero == 3 or (pins.zero is None and free):
+            yield from ((3, "always", each) for each in _accumulations(pins, 3, microbatches))
+        return
+    first = min(pins.zeros), pins.reshard_after_forward or "always", pins.accumulation or "whole"
+    yield first
+    for zero in pins.zeros:
+        if (zero > first[0] and not free) or (zero == 3 and pins.cast_once):
+            return
+        reshards = _reshards(pins, zero, microbatches)
+        choices = product((zero,), reshards, _accumulations(pins, zero, microbatches))
+        yield from (choice for choice in choices if choice != first)
+
+
+def _reshards(pins: Pins, zero: int, microbatches: int) -> tuple[str, ...]:
+    """Values of `reshard_after_forward` at a level.
 
     With a pinned level, parameters are resharded after the forward unless pinned otherwise: a
     pinned level is taken as a request to save memory. "never" replaces "once_per_step" where there
     is one microbatch and parameters are gathered in float32: it then takes as much memory.
     """
-    reshard = pins.reshard_after_forward or "always"
-    usual = reshard, pins.accumulation or "whole"
+    if pins.reshard_after_forward is not None:
+        return (pins.reshard_after_forward,)
+    if zero < 3 or pins.zero is not None:
+        return ("always",)
     low = PRECISIONS[pins.precision or "fp32"].stream != "float32"
-    once = "once_per_step" if microbatches > 1 or low else "never"
-    free = problem.shardable and problem.profile.step.has_loss and data > 1
-    if "parameters" in pins.on_host and data > 1:  # in shards, and never held gathered
-        kinds = ("whole", "shards") if microbatches > 1 else ("whole",)
-        if pins.zero == 3 or (pins.zero is None and free):
-            for kind in kinds if pins.accumulation is None else (pins.accumulation,):
-                yield 3, "always", kind
-        return
-    first = min(pins.zeros), *usual
-    yield first
-    for zero in pins.zeros:
-        if (zero > first[0] and not free) or (zero == 3 and pins.cast_once):
-            return
-        agains = ("always", once) if zero == 3 and pins.zero is None else (usual[0],)
-        kinds = ("whole", "shards") if zero > 1 and microbatches > 1 else (usual[1],)
-        for reshard in (
-            agains if pins.reshard_after_forward is None else (pins.reshard_after_forward,)
-        ):
-            for kind in kinds if pins.accumulation is None else (pins.accumulation,):
-                if (zero, reshard, kind) != first:
-                    yield zero, reshard, kind
+    return ("always", "once_per_step" if microbatches > 1 or low else "never")
+
+
+def _accumulations(pins: Pins, zero: int, microbatches: int) -> tuple[str, ...]:
+    """Values of `accumulation` at a level."""
+    if pins.accumulation is not None:
+        return (pins.accumulation,)
+    return ("whole", "shards") if zero > 1 and microbatches > 1 else ("whole",)

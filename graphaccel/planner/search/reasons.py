@@ -13,6 +13,7 @@ from graphaccel.planner.cluster.cluster import MOST_DEVICES, Cluster
 from graphaccel.planner.plan.offload import host_excess, hosts, offload_text
 from graphaccel.planner.plan.pins import Pins
 from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.plan.plan_name import plan_name
 from graphaccel.planner.plan.prediction import Alternative, StageMemory
 from graphaccel.planner.search.candidates import weighed
 from graphaccel.planner.search.capabilities import offered
@@ -74,7 +75,7 @@ def alternatives(
     others = [plan for key, plan in by_mesh.items() if key != mesh_key(best)]
     others.sort(key=lambda plan: (excess(plan, cluster) > 0, seconds(plan), plan.pipeline))
     return tuple(
-        Alternative(plan.name, seconds(plan), fullest(plan).peak, reason(plan))
+        Alternative(plan_name(plan), seconds(plan), fullest(plan).peak, reason(plan))
         for plan in others[:_ALTERNATIVES]
     )
 

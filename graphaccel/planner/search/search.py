@@ -39,6 +39,7 @@ from graphaccel.planner.plan.limits import Limit, Limits
 from graphaccel.planner.plan.offload import offload_text
 from graphaccel.planner.plan.pins import Pins
 from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.plan.plan_name import plan_name
 from graphaccel.planner.profile.layout_profiles import Layouts
 from graphaccel.planner.profile.profile import Profile
 from graphaccel.planner.search.branch_and_bound import solve_all
@@ -207,7 +208,7 @@ def _with_offload(
             # Where the first does not fit once built, all are solved again, without a goal.
             if found is not None and seconds(found) <= goal_of(best):
                 said = f"{offload_text(found.offload)} on the host: without, the best takes "
-                said += f"{time_text(seconds(best))} ({best.name})"
+                said += f"{time_text(seconds(best))} ({plan_name(best)})"
                 chosen = found, outcome, smaller, (said, *notes)
         outcome.beside(other, problem.cluster)
     return chosen
@@ -265,7 +266,7 @@ def _proved(
             exact = refine(plan)
         except (SplitRefused, TooManyStages) as error:
             refused = refused or error
-            notes.append((plan.name, error.message().sentence))
+            notes.append((plan_name(plan), error.message().sentence))
             dropped.add(_decisions(plan))
             continue
         if excess(exact, problem.cluster) <= 0:
@@ -273,7 +274,7 @@ def _proved(
                 _leave_open(outcome, exact, tried)
             said = (f"{name}: {why}" for name, why in notes if name != exact.name)
             return exact, tuple(said), corrected
-        notes.append((plan.name, "does not fit once built"))
+        notes.append((plan_name(plan), "does not fit once built"))
         dropped.add(_decisions(plan))
         outcome.missed(exact, problem.cluster)
         outcome.larger.add(kind_of(plan))

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from graphaccel.planner.plan.axis_order import AXES
 from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.plan.plan_name import plan_name
 from graphaccel.report.facts import Facts
 
 FP32 = 4
@@ -41,7 +42,7 @@ PER_MICROBATCH = "parameters gathered once a step: its FSDP gathers them in each
 def about(facts: Facts) -> str:
     """The plan in a line."""
     plan = facts.plan
-    return f"{plan.name}: {plan.devices} x {facts.cluster.device.name}, batch {plan.batch}"
+    return f"{plan_name(plan)}: {plan.devices} x {facts.cluster.device.name}, batch {plan.batch}"
 
 
 def layers(facts: Facts) -> list[int]:

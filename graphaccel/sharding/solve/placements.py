@@ -79,7 +79,7 @@ def placement_problem(
     space = Shardable(
         graph, inputs, outputs, axis, ranks, pins, sequence, keep_outputs, context_by, inner
     )
-    return PlacementProblem(space, rates, counted)
+    return PlacementProblem(space.spread(), rates, counted)
 
 
 class PlacementProblem:

@@ -53,7 +53,7 @@ _NONE: Shards = frozenset()
 
 
 class Shardable:
-    """One graph on one axis of `ranks`.
+    """One graph on one axis of `ranks`; `spread` finds its shards and strategies.
 
     kinds: placeholder → its input. free: nodes that are the same on every rank. calls: those that
     have a choice. held: parameters and buffers. resting: those, and views and casts of them.
@@ -109,10 +109,20 @@ class Shardable:
         self.inner, self.context_by = inner, context_by if axis == "context" else ""
         self.heads = self._heads(context_by)
         self._stale = set(self.calls)  # calls with shards that are not spread yet
+
+    def spread(self) -> Shardable:
+        """Itself, with `shards` and `rows` filled: shards spread from where they begin over the
+        strategies of calls, until nothing new follows."""
         self._seed()
-        self._spread_all()
+        for _ in range(_ROUNDS):
+            if not self._stale:
+                break
+            for node in (*self.calls, *reversed(self.calls)):
+                if node in self._stale:
+                    self._spread(node)
         for node in self.calls:
             self.rows[node] = self._rows(node)
+        return self
 
     def _heads(self, context_by: str) -> ByHeads:
         """Where attention can be sharded by heads on the context axis. Raises HeadsDoNotDivide."""
@@ -123,15 +133,6 @@ class Shardable:
             over = f"context={self.ranks} x tensor={self.inner}"
             raise HeadsDoNotDivide(f"there is no attention whose heads divide by {over}")
         return found
-
-    def _spread_all(self) -> None:
-        """Spread shards over the strategies of calls until nothing new follows."""
-        for _ in range(_ROUNDS):
-            if not self._stale:
-                break
-            for node in (*self.calls, *reversed(self.calls)):
-                if node in self._stale:
-                    self._spread(node)
 
     def resting_places(self, node: fx.Node) -> tuple[Placement, ...]:
         """The possible placements of a parameter or buffer: its pin, or replicated and its

@@ -26,6 +26,7 @@ from graphaccel.planner.cluster.cluster import Cluster
 from graphaccel.planner.memory.exact_memory import Resident, rank_memory
 from graphaccel.planner.plan.base_plan import PRECISIONS
 from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.plan.plan_name import plan_name
 from graphaccel.planner.plan.prediction import StageMemory
 from graphaccel.planner.profile.axis_collectives import wires_of
 from graphaccel.planner.profile.profile import Profile
@@ -218,7 +219,7 @@ def assert_same(few: StepProgram, full: StepProgram, plan: Plan) -> None:
         Plan(2, data=2, microbatches=2, batch=8,
              recompute=("blocks.0", *(f"blocks.{n}" for n in range(7, 13)))),
     ],
-    ids=lambda plan: plan.name,
+    ids=plan_name,
 )  # fmt: skip
 def test_rows_of_layers_that_are_treated_alike(
     plan: Plan, deeper: StepGraph, monkeypatch: pytest.MonkeyPatch

@@ -24,6 +24,7 @@ from graphaccel.passes.activations.recompute import recompute
 from graphaccel.passes.microbatch.exact_microbatch import exact_microbatch
 from graphaccel.planner.cluster.cluster import Cluster, Host
 from graphaccel.planner.plan.plan import Plan, Selective
+from graphaccel.planner.plan.plan_name import plan_name
 from graphaccel.planner.profile.block_recompute import BlockKind
 from graphaccel.planner.profile.cost import is_view
 from graphaccel.planner.profile.profile import Profile
@@ -169,7 +170,7 @@ def test_a_plan_says_what_is_saved() -> None:
     own = Selective(("h.0", "h.1"), ("mlp.up linear", "add"))
     plan = Plan(1, recompute=("h.2",), selective=(own,))
     assert Plan.from_json(plan.to_json()) == plan
-    assert plan.name.endswith("recompute 1 blocks, 2 selectively")
+    assert plan_name(plan).endswith("recompute 1 blocks, 2 selectively")
     assert replace(plan, recompute=()).name.endswith("recompute 2 blocks selectively")
     assert plan.recomputed == {"h.2": (), "h.0": own.saved, "h.1": own.saved}
     assert Plan(1).with_recomputed(plan.recomputed) == plan

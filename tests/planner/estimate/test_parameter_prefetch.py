@@ -25,6 +25,7 @@ from graphaccel.planner.plan.base_plan import base_plan
 from graphaccel.planner.plan.offload import LEAVING, STAYING, read_offload
 from graphaccel.planner.plan.pins import OFFLOADS, Pins
 from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.plan.plan_name import plan_name
 from graphaccel.planner.profile.profile import Profile
 from graphaccel.planner.search.bounds import Bounds, columns
 from graphaccel.planner.search.branch_and_bound import solve_all
@@ -370,4 +371,4 @@ def test_reports_and_files_say_it(captured: Captured, made_up: MadeUp) -> None:
     plain = _find(step, where, record, data=2)
     answer = why_not(record, plain, {"offload": "optimizer+parameters"})
     assert answer.verdict == "slower"
-    assert answer.name == plan.name
+    assert answer.name == plan_name(plan)

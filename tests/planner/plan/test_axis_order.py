@@ -29,6 +29,7 @@ from graphaccel.planner.plan.axis_orders import DATA_OUTSIDE, orders
 from graphaccel.planner.plan.conflicts import agreeing_pins
 from graphaccel.planner.plan.limits import Limits
 from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.plan.plan_name import plan_name
 from graphaccel.planner.plan.read_pins import read_pins
 from graphaccel.planner.profile.axis_collectives import wires_of
 from graphaccel.planner.profile.profile import Profile
@@ -207,7 +208,7 @@ def test_an_order_against_other_pins(captured: Callable[[str], StepGraph]) -> No
 def test_a_plan_file() -> None:
     plan = Plan(8, data=4, pipeline=2, order=DATA_OUTSIDE, batch=8)
     assert Plan.from_json(plan.to_json()) == plan
-    assert plan.name == "data 4 x pipeline 2 in the order data, pipeline"
+    assert plan_name(plan) == "data 4 x pipeline 2 in the order data, pipeline"
     check_given(replace(plan, cuts=("relu",)), "plan.json")
     before = json.loads(plan.to_json())
     del before["order"]  # as it was written before there was one

@@ -20,6 +20,7 @@ from graphaccel.planner.plan.conflicts import agreeing_pins
 from graphaccel.planner.plan.limits import Limits
 from graphaccel.planner.plan.module_pins import shard
 from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.plan.plan_name import plan_name
 from graphaccel.planner.plan.read_pins import read_pins
 from graphaccel.planner.plan.zero import owned_shards
 from graphaccel.planner.profile.profile import Profile
@@ -45,7 +46,7 @@ def test_shards_are_neighbours_and_replicas_apart() -> None:
 def test_a_plan_says_so_and_older_ones_are_read_as_before() -> None:
     plan = Plan(devices=8, data=8, zero=3, shard_size=4, batch=8)
     assert (plan.shards, plan.num_replicas, plan.shard_axis) == (4, 2, "shard")
-    assert plan.name == "data 8 x pipeline 1 · zero 3 in groups of 4"
+    assert plan_name(plan) == "data 8 x pipeline 1 · zero 3 in groups of 4"
     assert Plan.from_json(plan.to_json()) == plan
     older = json.loads(replace(plan, shard_size=0).to_json())
     del older["shard_size"]

@@ -18,6 +18,7 @@ from graphaccel.planner.estimate.estimate import predict_seconds
 from graphaccel.planner.plan.base_plan import base_plan
 from graphaccel.planner.plan.pins import Pins
 from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.plan.plan_name import plan_name
 from graphaccel.planner.profile.profile import Profile
 from graphaccel.planner.profile.rate_correction import (
     model_key,
@@ -65,7 +66,7 @@ def _run(profile: Profile, plan: Plan, real: Cluster, guessed: Cluster) -> StepT
     return step_time(plan, said, key, "gpt", took.seconds, took.optimizer)
 
 
-@pytest.mark.parametrize("plan", [DATA, OTHERS[0], OTHERS[2]], ids=lambda plan: plan.name)
+@pytest.mark.parametrize("plan", [DATA, OTHERS[0], OTHERS[2]], ids=plan_name)
 def test_the_same_plan_is_predicted_as_it_ran(
     captured: Captured, made_up: MadeUp, plan: Plan
 ) -> None:

@@ -25,6 +25,7 @@ from graphaccel.planner.plan.axis_order import AXES
 from graphaccel.planner.plan.limits import Limits
 from graphaccel.planner.plan.pins import Pins
 from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.plan.plan_name import plan_name
 from graphaccel.planner.profile.layout_profiles import Layouts, rates_of
 from graphaccel.planner.profile.profile import Profile
 from graphaccel.planner.search.bounds import Bounds, columns
@@ -288,7 +289,11 @@ def test_a_search_of_a_larger_problem_is_near_it(seed: int) -> None:
             plan, best = planned(drawn, pins, memory), best_within(own, memory)
             if plan is not None:
                 most = 1 + 1e-9 if memory == max(one.peak for one in found) else BLOCKS
-                assert weighed_of(plan, Pins(**pins)) <= best * most, (plan.name, memory, pins)
+                assert weighed_of(plan, Pins(**pins)) <= best * most, (
+                    plan_name(plan),
+                    memory,
+                    pins,
+                )
 
 
 def levels(found: list[Found], drawn: Mapping[str, Any]) -> list[int]:
@@ -317,7 +322,7 @@ def check(drawn: Mapping[str, Any]) -> None:
         assert (plan is None) == (best == inf), (pins, memory)
         if plan is not None:
             assert weighed_of(plan, Pins(**pins)) == pytest.approx(best, rel=1e-9), (
-                plan.name, plan.cuts, plan.recompute, memory, pins,
+                plan_name(plan), plan.cuts, plan.recompute, memory, pins,
             )  # fmt: skip
             assert "with every cut and every set of blocks" in plan.certificate
             again = planned(drawn, pins, memory)

@@ -11,6 +11,7 @@ from graphaccel import errors
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.planner.cluster.cluster import Cluster
 from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.plan.plan_name import plan_name
 from graphaccel.planner.search.reasons import kind_of, seconds
 from graphaccel.planner.search.search import search
 
@@ -95,7 +96,7 @@ def test_plans_of_one_kind_that_turn_out_larger_do_not_rule_out_another(
             assert (data, 1, 1, 1, 1, zero) == first[0]
     assert len(pinned) >= 3
     assert seconds(plan) <= min(pinned)
-    assert not any(note.startswith(f"{plan.name}:") for note in plan.notes)
+    assert not any(note.startswith(f"{plan_name(plan)}:") for note in plan.notes)
     assert any("does not fit once built" in note for note in plan.notes)
 
 
