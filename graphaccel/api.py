@@ -5,8 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -36,7 +35,8 @@ from graphaccel.capture.batch import flatten_call
 from graphaccel.capture.batch_dims import BatchDims, check_batch_dims
 from graphaccel.capture.export.export import LossFn, split_targets
 from graphaccel.compiler.compiler import Compiler
-from graphaccel.compiler.model import as_batch, check_supported, model_of, tensor_bytes
+from graphaccel.compiler.device_move import on_device
+from graphaccel.compiler.model import as_batch, check_supported, model_of
 from graphaccel.dispatch.run import Run, RunSettings
 from graphaccel.errors import GraphMisuse
 from graphaccel.optimized_model import Handle
@@ -180,7 +180,7 @@ def _attach(run: Run, initial: Record | None, example_batch: Any) -> None:
     def same_weights() -> None:
         same_on_all_ranks(run.model, run.settings.devices, initial, device)
 
-    with _moved(run.model, device):
+    with on_device(run.model, device):
         if example_batch is None:
             same_weights()
         else:
@@ -303,28 +303,6 @@ def cluster_here(count: int, device: torch.device) -> Cluster:
     host = host_memory() // torch.cuda.device_count()
     assert found.host is not None
     return replace(found, host=replace(found.host, memory=host))
-
-
-@contextmanager
-def _moved(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Move the model to this rank's device; if the block fails, back to where it was.
-
-    A model on the meta device stays there. A model that would leave no room for its gradients is
-    not moved as a whole: each tensor is moved to where the plan puts it (`runtime.session`).
-    """
-    before = next(model.parameters()).device
-    moves = device.type != "cpu" and before.type != "meta"
-    if moves and before.type == "cpu":
-        size = sum(map(tensor_bytes, (*model.parameters(), *model.buffers())))
-        moves = 2 * size <= torch.cuda.mem_get_info(device)[0]
-    if moves:
-        model.to(device)
-    try:
-        yield
-    except BaseException:
-        if moves:
-            model.to(before)
-        raise
 
 
 class PlanRequested(BaseException):

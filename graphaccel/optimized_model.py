@@ -61,7 +61,6 @@ class Handle:
         self._unplanned = Unplanned(run.optimizer, lambda: self.plan is not None)
         self._prepared: Prepared | None = None
         self._steps: Steps | None = None
-        self.measured_peak_bytes: int | None = None
 
     # ---- public properties and reports
 

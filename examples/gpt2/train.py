@@ -144,10 +144,8 @@ def step_time(seconds: float, handle: Any) -> str:
 
 
 def peak_memory(handle: Any) -> str:
-    """Peak of this process: bytes in tensors where they are counted, else all resident memory."""
-    if handle and handle.measured_peak_bytes is not None:
-        text = f"peak {handle.measured_peak_bytes / MIB:.1f} MiB in tensors"
-    elif torch.cuda.is_available():
+    """Peak of this process: bytes allocated on its GPU, else all resident memory."""
+    if torch.cuda.is_available():
         text = f"peak {torch.cuda.max_memory_allocated() / MIB:.1f} MiB allocated"
     else:
         unit = 1 if sys.platform == "darwin" else 1024  # elsewhere ru_maxrss is in KiB
@@ -236,7 +234,6 @@ def write_curve(
     if handle:
         result["predicted_step_seconds"] = handle.predicted_step_seconds
         result["predicted_peak_bytes"] = handle.predicted_peak_bytes
-        result["measured_peak_bytes"] = handle.measured_peak_bytes
     args.curve.parent.mkdir(parents=True, exist_ok=True)
     args.curve.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from graphaccel import __version__
-from graphaccel.cli.pin_options import add_pins, byte_count, pin_pairs, pins_of, positive
+from graphaccel.cli.pin_options import add_pins, pin_pairs, pins_of
 from graphaccel.cli.train import add_train
 from graphaccel.errors import (
     BadCluster,
@@ -26,6 +26,7 @@ from graphaccel.errors import (
     UnknownDevice,
     error_classes,
 )
+from graphaccel.planner.plan.option_values import byte_count, positive
 
 NOTHING_FITS = 3
 INTERRUPTED = 130  # 128 + SIGINT
@@ -38,7 +39,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     A GraphAccelError is printed without its traceback, unless GRAPHACCEL_TRACEBACK=full.
     """
     arguments = build_parser().parse_args(argv)
-    arguments.argv = list(sys.argv[1:] if argv is None else argv)
     command: Callable[[argparse.Namespace], int] = arguments.run_command
     try:
         return command(arguments)

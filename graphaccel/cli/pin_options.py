@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable, Collection
 from typing import Any
 
+from graphaccel.planner.plan.option_values import byte_count, positive
 from graphaccel.planner.plan.pins import PINS, Pin
 
 Reader = Callable[[str], Any]
@@ -53,26 +54,6 @@ def pin_pairs(text: str) -> dict[str, Any]:
         else:
             found[name] = int(value) if value.lstrip("-").isdecimal() else _WORDS.get(value, value)
     return found
-
-
-def positive(text: str) -> int:
-    """An integer above 0."""
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
-
-
-def byte_count(text: str) -> int:
-    """Bytes from "80GiB"."""
-    from graphaccel.planner.cluster.cluster import parse_bytes
-
-    try:
-        size = parse_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    if size == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} holds nothing")
-    return size
 
 
 def _settings(pin: Pin) -> dict[str, Any]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from typing import Any
 
-from graphaccel.cli.pin_options import add_pins, pins_of, positive
+from graphaccel.cli.pin_options import add_pins, pins_of
+from graphaccel.planner.plan.option_values import positive
 from graphaccel.training.batch import batch_pins
 from graphaccel.training.settings import add_settings, settings_of
 
@@ -45,8 +47,7 @@ def train_command(arguments: argparse.Namespace) -> int:
         from graphaccel.training.rows import token_files
 
         token_files(settings)
-        command = ["-m", "graphaccel", *arguments.argv]
-        return launch.run_script(devices, command, (), arguments.all_output)
+        return launch.run_script(devices, sys.orig_argv[1:], (), arguments.all_output)
     from graphaccel.training.run import train
 
     metrics = train(settings, pins, devices)

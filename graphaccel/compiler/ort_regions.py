@@ -41,6 +41,11 @@ class Regions:
         _check_build(plan, self._tools.kernels.name)
         return self._tools
 
+    @property
+    def sessions(self) -> int:
+        """How many sessions are open."""
+        return 0 if self._tools is None else len(self._tools.sessions)
+
     def watch(self, tools: Tools) -> None:
         """Place nothing, and pass `tools.watch` the programs in which regions would be placed."""
         self._tools = tools

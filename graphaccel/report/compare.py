@@ -7,6 +7,7 @@ from typing import Any
 
 from graphaccel.errors.messages import format_bytes
 from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.plan.plan_name import plan_name
 from graphaccel.report.facts import fold
 from graphaccel.report.format import CATEGORIES, clipped, right_aligned, seconds_text, term_name
 
@@ -17,7 +18,7 @@ _LONGEST = 34
 def comparison(a: Plan, b: Plan, *, names: tuple[str, str]) -> str:
     """The differences as text, with a newline at its end. names: of the plans."""
     sections = [
-        [f"A  {names[0]}: {a.name}", f"B  {names[1]}: {b.name}"],
+        [f"A  {names[0]}: {plan_name(a)}", f"B  {names[1]}: {plan_name(b)}"],
         _different_inputs(a, b),
         _decisions(a, b),
         _memory(a, b),

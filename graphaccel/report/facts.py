@@ -297,7 +297,7 @@ def points(plans: Sequence[Plan], chosen: Plan, cluster: Cluster) -> tuple[Point
     """Every candidate, by ascending seconds; the chosen plan is among them. Of two predictions of
     the same candidate the later one is used."""
     rows = {plan.decided(): (_seconds(plan), _peak(plan), plan_name(plan)) for plan in plans}
-    rows[chosen.decided(notes=())] = (_seconds(chosen), _peak(chosen), chosen.name)
+    rows[chosen.decided(notes=())] = (_seconds(chosen), _peak(chosen), plan_name(chosen))
     best = chosen.decided(notes=())
     found, lowest = [], None
     for key, (seconds, peak, name) in sorted(rows.items(), key=lambda row: row[1]):

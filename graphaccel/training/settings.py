@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from graphaccel.errors import BadTraining
+from graphaccel.planner.plan.option_values import positive
 
 TASKS = ("causal-lm", "masked-lm", "sequence-classification", "seq2seq", "image-classification")
 _BATCH = "batch: global = micro x data ranks x microbatches x accumulation"
@@ -18,12 +19,6 @@ DECAYS = ("cosine", "linear", "constant")
 
 def _option(group: str, help: str, default: Any = None, **more: Any) -> Any:
     return field(default=default, metadata={"group": group, "help": help, **more})
-
-
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
 
 
 def _rate(text: str) -> float:
@@ -99,7 +94,7 @@ class Settings:
         "tokenizer.json or a folder; `bytes` for a token a byte (else the model's folder)",
         metavar="FILE|bytes",
     )
-    length: int = _option("data", "tokens in a row (128)", 128, type=_count, metavar="N")
+    length: int = _option("data", "tokens in a row (128)", 128, type=positive, metavar="N")
     reset_documents: bool = _option(
         "data",
         "positions restart at each document, and no document sees another",
@@ -117,25 +112,25 @@ class Settings:
         _BATCH,
         "rows in an update (16)",
         16,
-        type=_count,
+        type=positive,
         metavar="N",
     )
     micro_batch: int | None = _option(
         _BATCH,
         "rows that a data rank computes at once (planned)",
-        type=_count,
+        type=positive,
         metavar="N",
     )
     gradient_accumulation: int = _option(
         _BATCH,
         "steps whose gradients are added up before an update (1)",
         1,
-        type=_count,
+        type=positive,
         metavar="N",
     )
 
     steps: int | None = _option(
-        "schedule", "updates to train for", type=_count, metavar="N", also=("--train-iters",)
+        "schedule", "updates to train for", type=positive, metavar="N", also=("--train-iters",)
     )
     epochs: float | None = _option(
         "schedule", "or passes over the data (1)", type=_rate, metavar="N"
@@ -150,7 +145,7 @@ class Settings:
         "schedule", "of the rate (cosine)", "cosine", choices=DECAYS, also=("--lr-decay-style",)
     )
     warmup_steps: int | None = _option(
-        "schedule", "updates in which the rate rises", type=_count, metavar="N"
+        "schedule", "updates in which the rate rises", type=positive, metavar="N"
     )
     warmup_fraction: float = _option(
         "schedule", "or a share of all updates (0)", 0.0, type=_share, metavar="P",
@@ -163,22 +158,22 @@ class Settings:
     seed: int = _option("schedule", "of weights, order and masks (0)", 0, type=int, metavar="N")
 
     save_interval: int | None = _option(
-        "checkpoints", "updates between two (at the end)", type=_count, metavar="N"
+        "checkpoints", "updates between two (at the end)", type=positive, metavar="N"
     )
-    keep: int = _option("checkpoints", "the newest N stay (2)", 2, type=_count, metavar="N")
+    keep: int = _option("checkpoints", "the newest N stay (2)", 2, type=positive, metavar="N")
     resume: bool = _option(
         "checkpoints", "go on from the newest, under any plan", False, action="store_true"
     )
 
     eval_interval: int | None = _option(
-        "evaluation and log", "updates between two (at the end)", type=_count, metavar="N"
+        "evaluation and log", "updates between two (at the end)", type=positive, metavar="N"
     )
     eval_batches: int | None = _option(
-        "evaluation and log", "batches of an evaluation (all)", type=_count, metavar="N",
+        "evaluation and log", "batches of an evaluation (all)", type=positive, metavar="N",
         also=("--eval-iters",),
     )  # fmt: skip
     log_interval: int = _option(
-        "evaluation and log", "updates between two lines (10)", 10, type=_count, metavar="N"
+        "evaluation and log", "updates between two lines (10)", 10, type=positive, metavar="N"
     )
     metrics: Path | None = _option(  # noqa: RUF009
         "evaluation and log", "JSON lines with what is logged", type=Path, metavar="FILE"

@@ -14,6 +14,7 @@ import torch
 from graphaccel.cli import main as cli
 from graphaccel.cli import plan as plan_command
 from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.plan.plan_name import plan_name
 from graphaccel.planner.search.record import Record
 from graphaccel.report.facts import Facts
 from tests.cli.test_plan import JOBS, MODEL
@@ -228,7 +229,9 @@ def test_two_plans_are_compared(folder: Path, capsys: pytest.CaptureFixture[str]
     assert plan("--compare", "a.json", "b.json") == 0
     out = capsys.readouterr().out
     a, b = (Plan.from_json(Path(name).read_text()) for name in ("a.json", "b.json"))
-    assert out.startswith(f"A  a.json: {a.name}\nB  b.json: {b.name}\n\nDECISIONS that differ")
+    assert out.startswith(
+        f"A  a.json: {plan_name(a)}\nB  b.json: {plan_name(b)}\n\nDECISIONS that differ"
+    )
     rows = {line.split()[0]: line.split() for line in out.splitlines() if line.startswith("  ")}
     assert rows["pipeline"][1:3] == ["1", "2"]
     assert rows["precision"][1:3] == ["float32", "bfloat16"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib.util
 import os
 import re
 import shlex
@@ -16,6 +15,7 @@ import pytest
 
 from graphaccel.cli import main as cli
 from graphaccel.passes.pipeline import PIPELINE
+from tests.support.scripts import docs_script
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "tests/README.md"]
@@ -181,11 +181,7 @@ def test_folders_of_the_map_exist_and_are_complete() -> None:
 
 
 def test_the_page_of_modules_is_that_of_the_source() -> None:
-    spec = importlib.util.spec_from_file_location("modules_page", ROOT / "docs" / "modules.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = docs_script("modules")
     assert module.PAGE.read_text(encoding="utf-8") == module.page(), "run python docs/modules.py"
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from tests.support.scripts import docs_script
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,22 +42,13 @@ GPU = {
 }  # fmt: skip
 
 
-def _script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def measured() -> ModuleType:
-    return _script("measured")
+    return docs_script("measured")
 
 
 def test_the_picture_of_growth_is_that_of_the_committed_results() -> None:
-    growth = _script("growth")
+    growth = docs_script("growth")
     drawn = growth.growth_picture(json.loads(growth.RESULT.read_text()))
     assert growth.PICTURE.read_text() == drawn, "run python docs/growth.py"
     assert drawn.count("<polyline") == 2 * len(growth.PANELS)
@@ -67,7 +59,7 @@ def test_a_point_for_each_row(tmp_path: Path) -> None:
     rows = {f"layers-{n}": row | {"layers": n} for n in (4, 2, 1000)} | {
         "kinds-1": row | {"kinds": 1}
     }
-    drawn = _script("growth").growth_picture(rows)
+    drawn = docs_script("growth").growth_picture(rows)
     assert drawn.count("<circle") == 6
     assert [drawn.index(f"{n}: 8.00 s") for n in ("2", "4", "1,000")] == sorted(
         drawn.index(f"{n}: 8.00 s") for n in ("2", "4", "1,000")

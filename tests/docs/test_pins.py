@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 from typing import get_type_hints
@@ -11,18 +10,14 @@ import pytest
 
 from graphaccel.planner.plan.pin_types import PinArguments
 from graphaccel.planner.plan.pins import NAMES, PINS, Pins
+from tests.support.scripts import docs_script
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("pins_page", ROOT / "docs" / "pins.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return docs_script("pins")
 
 
 def test_the_page_is_that_of_the_fields(script: ModuleType) -> None:

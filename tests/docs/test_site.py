@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import subprocess
 import sys
@@ -11,23 +10,16 @@ from types import ModuleType
 
 import pytest
 
+from tests.support.scripts import docs_script
+
 ROOT = Path(__file__).resolve().parents[2]
 PICTURES_AND_FILES = re.compile(r"\]\(([^)\s]+)\)")
 CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
 
 
-def _script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def conf() -> ModuleType:
-    return _script("conf")
+    return docs_script("conf")
 
 
 def _anchors(path: Path) -> set[str]:
@@ -64,14 +56,14 @@ def test_a_missing_anchor_is_seen(tmp_path: Path) -> None:
 
 
 def test_the_reference_is_that_of_the_docstrings() -> None:
-    script = _script("reference")
+    script = docs_script("reference")
     assert script.PAGE.read_text(encoding="utf-8") == script.page(), "run python docs/reference.py"
 
 
 def test_the_reference_has_every_public_name() -> None:
     import graphaccel
 
-    text = _script("reference").PAGE.read_text(encoding="utf-8")
+    text = docs_script("reference").PAGE.read_text(encoding="utf-8")
     named = set(re.findall(r"^## graphaccel\.(\w+)", text, flags=re.MULTILINE))
     assert named - {"debug"} == set(graphaccel.__all__) - {"__version__", "errors"}
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import fx, nn
 
-from graphaccel.api import _moved
 from graphaccel.capture.batch import Batch
 from graphaccel.capture.stepgraph import capture
 from graphaccel.compat.torch import pytree
 from graphaccel.compat.torch.modes import TorchDispatchMode
+from graphaccel.compiler.device_move import on_device
 from graphaccel.compiler.model import as_batch
 from graphaccel.ir.place import place
 from graphaccel.kernels.ops import attention_cuda as gpu
@@ -181,6 +181,6 @@ def test_a_model_without_room_for_its_gradients_is_not_moved_whole(
     device, size = torch.device("cuda", 0), 4 * 64 * 64
     for room, places in ((2 * size, [device]), (2 * size - 1, [])):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, room=room: (room, 1 << 40))
-        with _moved(model, device):
+        with on_device(model, device):
             assert moved == places
         moved.clear()

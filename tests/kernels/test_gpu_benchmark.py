@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from graphaccel.kernels.check.numbers import Fault
 from graphaccel.kernels.multi_tensor.steps import MultiTensor
 from graphaccel.kernels.registry import fusions, shipped
 from graphaccel.kernels.spec import Fusion
+from tests.support.scripts import docs_script
 
 ROOT = Path(__file__).parents[2]
 ONE = replace(gpu.TOY, models=())
@@ -24,11 +24,7 @@ ONE = replace(gpu.TOY, models=())
 
 def tables(result: dict[str, Any]) -> str:
     """As the README has them."""
-    spec = importlib.util.spec_from_file_location("measured", ROOT / "docs" / "measured.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = docs_script("measured")
     return module.gpu_tables(result)
 
 

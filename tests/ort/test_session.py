@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import onnxruntime
@@ -17,7 +18,7 @@ from graphaccel.errors import OrtFailed
 from graphaccel.ir.values import propagate
 from graphaccel.ort.kernels import Kernels
 from graphaccel.ort.partition import fx_graph
-from graphaccel.ort.session import Region, Sessions, session_options
+from graphaccel.ort.session import Opened, Region, Sessions, session_options
 from graphaccel.ort.translate import translate
 
 aten = torch.ops.aten
@@ -42,31 +43,50 @@ class Recorder:
     """An I/O binding that notes the pointers it is given."""
 
     def __init__(self, binding: Any) -> None:
-        self._binding = binding
+        self.binding = binding
         self.pointers: dict[str, int] = {}
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._binding, name)
+        return getattr(self.binding, name)
 
     def bind_input(self, name: str, *rest: Any) -> None:
         self.pointers[name] = rest[-1]
-        self._binding.bind_input(name, *rest)
+        self.binding.bind_input(name, *rest)
 
     def bind_output(self, name: str, *rest: Any) -> None:
         self.pointers[name] = rest[-1]
-        self._binding.bind_output(name, *rest)
+        self.binding.bind_output(name, *rest)
+
+
+class RecordedSessions(Sessions):
+    """Sessions whose last I/O binding is a `Recorder`."""
+
+    recorder: Recorder
+
+    def get(self, *key: Any) -> Opened:
+        opened = super().get(*key)
+
+        def bind() -> Recorder:
+            self.recorder = Recorder(opened.session.io_binding())
+            return self.recorder
+
+        session = SimpleNamespace(
+            io_binding=bind,
+            run_with_iobinding=lambda own: opened.session.run_with_iobinding(own.binding),
+        )
+        return replace(opened, session=session)
 
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_nothing_is_copied(kernels: Kernels, turned: bool) -> None:
     model, module, tensors = product(kernels, turned)
-    region = Region(model, Sessions(threads=1), "a test")
+    sessions = RecordedSessions(threads=1)
+    region = Region(model, sessions, "a test")
     region(*tensors)
-    region._binding = Recorder(region._binding)
     results = region(*tensors)
     named = {"i0": tensors[0], "i1": tensors[1], "o0": results[0], "o1": results[1]}
-    assert region._binding.pointers == {n: t.data_ptr() for n, t in named.items()}
-    bound = region._binding._binding.get_outputs()
+    assert sessions.recorder.pointers == {n: t.data_ptr() for n, t in named.items()}
+    bound = sessions.recorder.get_outputs()
     assert [o.data_ptr() for o in bound] == [r.data_ptr() for r in results]
     torch.testing.assert_close(results, module(*tensors))
 

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from graphaccel.ort.kernels import Kernels
+from tests.support.scripts import docs_script
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def page() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("ort_table", ROOT / "docs" / "ort_table.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return docs_script("ort_table")
 
 
 def test_the_document_shows_what_the_build_can_run(page: ModuleType, kernels: Kernels) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from graphaccel.ir.values import tensors_of
-from graphaccel.sharding.apply.shard_axis import _local_sizes
+from graphaccel.sharding.apply.shard_axis import local_sizes
 from graphaccel.sharding.rules.batch_placement import PARTIAL
 from graphaccel.sharding.rules.notation import output_shapes, shape_of, tensor_arguments
 from graphaccel.sharding.rules.prove import call_node
@@ -63,7 +63,7 @@ def run(node: fx.Node, row: Row, rank: int) -> list[Tensor]:
             return argument
         return part(argument.meta["val"], next(places), rank)
 
-    args = fx.node.map_aggregate(_local_sizes(node, row, tuple(node.args), 2), local)
+    args = fx.node.map_aggregate(local_sizes(node, row, tuple(node.args), 2), local)
     kwargs = fx.node.map_aggregate(dict(node.kwargs), local)
     return tensors_of(node.target(*args, **kwargs))
 

@@ -86,7 +86,7 @@ def reference(name: str, dtype: str = "float64", steps: int = 1, lift: bool = Tr
 
     `dtype` is "float32" or "float64"; `lift` makes a float64 model compute its loss in float64 too.
     """
-    with _casts(dtype, lift):
+    with casts(dtype, lift):
         model, batch, loss_fn = build(name, dtype)
         names = _first_names(model)
         losses, grads = train(model, make_optimizer(model), batch, loss_fn, steps)
@@ -106,7 +106,7 @@ def run_plan(
     import graphaccel
 
     others = [tensor.untyped_storage() for tensor in tensors_alive()]
-    with _casts(dtype, lift), observed_once(f"{name} {dtype}"):
+    with casts(dtype, lift), observed_once(f"{name} {dtype}"):
         model, batch, loss_fn = build(name, dtype)
         model, optimizer = graphaccel.optimize(
             model,
@@ -225,7 +225,7 @@ def _state_errors(true: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> dict
     }
 
 
-def _casts(dtype: str, lift: bool) -> contextlib.AbstractContextManager[None]:
+def casts(dtype: str, lift: bool) -> contextlib.AbstractContextManager[None]:
     return lift_loss_cast() if lift and dtype == "float64" else contextlib.nullcontext()
 
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from graphaccel.compat.torch.modes import TorchDispatchMode
 from graphaccel.kernels.check.cases import Case, inputs_of, with_layout
+from graphaccel.kernels.check.widened_casts import WidenedCasts
 from graphaccel.kernels.fusion import Fusion, T
 from graphaccel.kernels.register import op_of, parameters, tensors, wide_form
 from graphaccel.kernels.spec import Function
@@ -68,7 +68,7 @@ class Runs:
         }
         with _FixedDropout(self._mask) if self._mask is not None else nullcontext():
             eager = self._run(self._eager, self._given(self.values), requested)
-            with _Float64():
+            with WidenedCasts():
                 return eager, self._run(self._eager, self._given(wide), requested)
 
     def all_inputs(self) -> dict[str, Any]:
@@ -151,22 +151,6 @@ class Runs:
         )
 
 
-class _Float64(TorchFunctionMode):
-    """Turns casts to float32 into casts to float64, so that a float64 run stays one."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func is Tensor.float:
-            return args[0].double()
-        named = {k: _widened(v) for k, v in (kwargs or {}).items()}
-        return func(*(_widened(a) for a in args), **named)
-
-
 class _FixedDropout(TorchDispatchMode):
     """Dropout keeps the elements in `mask`, in eager's dtype and with its gradient."""
 
@@ -186,10 +170,6 @@ class _FixedDropout(TorchDispatchMode):
         x, p = args[:2]
         mask = self._mask.reshape(x.shape)
         return x * mask.to(x.dtype) * (1.0 / (1.0 - p)), mask
-
-
-def _widened(value: Any) -> Any:
-    return torch.float64 if value is torch.float32 else value
 
 
 def _tracked(value: Tensor) -> Tensor:

@@ -108,7 +108,7 @@ def _against(
         ", ".join(f"{name}={_value_text(value)}" for name, value in asked.items()),
         verdict,
         reason,
-        found.name,
+        plan_name(found),
         found.prediction.seconds,
         found.prediction.terms,
         plan.prediction.terms,
@@ -256,7 +256,7 @@ def _choice(record: Record, problem: Problem, plan: Plan, name: str, value: obje
     peak = fullest(found).peak
     reason = lost_because(found, plan, problem.cluster)
     if best is None:
-        return Choice(said, found.name, None, peak, reason)
+        return Choice(said, plan_name(found), None, peak, reason)
     gain = 1 - seconds(best) / seconds(plan)
     if gain >= 0:
         pinned = name in record.pins.names

@@ -272,7 +272,7 @@ def _proved(
         if excess(exact, problem.cluster) <= 0:
             if outcome.larger and not again:
                 _leave_open(outcome, exact, tried)
-            said = (f"{name}: {why}" for name, why in notes if name != exact.name)
+            said = (f"{name}: {why}" for name, why in notes if name != plan_name(exact))
             return exact, tuple(said), corrected
         notes.append((plan_name(plan), "does not fit once built"))
         dropped.add(_decisions(plan))

@@ -227,7 +227,7 @@ def chunked(problem: Problem, plan: Plan) -> list[Plan]:
 def _solved(
     problem: Problem, plan: Plan, recompute: str | Sequence[str], cuts: tuple[str, ...] | None
 ) -> Plan:
-    choices = [cuts] if cuts is not None else _cuts(problem, plan)
+    choices = [cuts] if cuts is not None else cut_choices(problem, plan)
     best: Plan | None = None
     for choice in choices:
         solved = _with_blocks(problem, _sending(problem, replace(plan, cuts=choice)), recompute)
@@ -265,7 +265,7 @@ def _casting(problem: Problem, plan: Plan) -> Plan:
     return tried if faster and excess(tried, problem.cluster) <= 0 else plan
 
 
-def _cuts(problem: Problem, plan: Plan) -> Iterator[tuple[str, ...]]:
+def cut_choices(problem: Problem, plan: Plan) -> Iterator[tuple[str, ...]]:
     """The cuts that are even in time, then those that are even in time among what fits."""
     sized, cluster, stages = problem.sized(plan), problem.cluster, plan.stages
     link = cluster.links[0]

@@ -202,7 +202,7 @@ class _Sharding:
         target = node.target
         if target in _VIEWS:
             target = aten.reshape.default if target is aten.view.default else target
-        args = _local_sizes(node, row, tuple(args), self.ranks)
+        args = local_sizes(node, row, tuple(args), self.ranks)
         if target is aten.slice_backward.default and -1 in args[1]:
             gradient, sizes, dim, start, _, step = args
             if dim % len(sizes) != len(sizes) - 1:
@@ -298,7 +298,7 @@ class _Sharding:
             after.append(node)
 
 
-def _local_sizes(node: fx.Node, row: Row, args: tuple, ranks: int) -> tuple:
+def local_sizes(node: fx.Node, row: Row, args: tuple, ranks: int) -> tuple:
     """A call's arguments with its sizes replaced by those of one rank."""
     target = node.target
     if not any(isinstance(p, Shard) for p in (*row.inputs, *row.outputs)):

@@ -15,7 +15,7 @@ import torch
 import graphaccel
 from graphaccel.errors import BadPin
 from tests.gloo.plans import test_axes as axes
-from tests.support.parity import _casts, build, loss_of, peaks_of_a_step, tensors_alive
+from tests.support.parity import build, casts, loss_of, peaks_of_a_step, tensors_alive
 from tests.support.pool import Pool
 from tests.support.zoo import call
 
@@ -52,7 +52,7 @@ def _one_sided() -> tuple[float, float, dict[str, float], float]:
     device, this rank's, errors of its gradients, and its predicted memory as a multiple of what was
     measured."""
     others = [tensor.untyped_storage() for tensor in tensors_alive()]
-    with _casts("float64", True):
+    with casts("float64", True):
         model, batch, loss_fn = build("mixtral", "float64")
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -101,7 +101,7 @@ def test_a_rank_whose_experts_nobody_chose(pool: Pool) -> None:
 
 
 def _cut_inside() -> str:
-    with _casts("float64", True):
+    with casts("float64", True):
         model, batch, loss_fn = build("mixtral", "float64")
         pins = {"expert": 2, "data": 1, "pipeline": 2, "microbatches": 2, "cuts": ("silu_1",)}
         model, _ = graphaccel.optimize(

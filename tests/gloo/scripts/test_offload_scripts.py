@@ -17,7 +17,7 @@ import graphaccel
 from graphaccel.kernels.host_copy import to_device, to_host
 from tests.gloo.scripts.test_numbers import Loud
 from tests.gloo.scripts.test_semantics import furthest, gpt, groups, tokens
-from tests.gloo.scripts.test_zero_scripts import _trained
+from tests.gloo.scripts.test_zero_scripts import trained
 from tests.support.captures import captures_of
 from tests.support.pool import Pool
 from tests.support.small import small_batch
@@ -45,7 +45,7 @@ def test_clipping_groups_schedules_and_accumulation(
     pool: Pool, world: int, pins: dict[str, Any]
 ) -> None:
     """Twenty steps; the optimizer's groups and the keys of its state are the script's."""
-    for states, gradients, norms in pool.run(world, _trained, world, pins):
+    for states, gradients, norms in pool.run(world, trained, world, pins):
         assert states <= 1e-9
         assert gradients <= 1e-12
         assert norms <= 1e-10

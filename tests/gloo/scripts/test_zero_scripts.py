@@ -69,7 +69,7 @@ def _furthest_gradient(true: Mapping[str, Tensor], planned: nn.Module) -> float:
 
 
 @captures_of("scripts")
-def _trained(world: int, pins: Mapping[str, Any]) -> tuple[float, float, float]:
+def trained(world: int, pins: Mapping[str, Any]) -> tuple[float, float, float]:
     """Twenty steps with clipping, two groups, a schedule, and accumulation over two batches."""
     plain, first, planned, second = _two(gpt, world, pins)
     clock = [torch.optim.lr_scheduler.StepLR(o, 5, 0.5) for o in (first, second)]
@@ -98,7 +98,7 @@ def _trained(world: int, pins: Mapping[str, Any]) -> tuple[float, float, float]:
 
 @pytest.mark.parametrize(("world", "pins"), [*PLANS, (2, BY_MODULE)], ids=(*IDS, "by module"))
 def test_twenty_steps_are_those_of_one_device(pool: Pool, world: int, pins: dict[str, Any]) -> None:
-    for states, gradients, norms in pool.run(world, _trained, world, pins):
+    for states, gradients, norms in pool.run(world, trained, world, pins):
         assert states <= 1e-9
         assert gradients <= 1e-12
         assert norms <= 1e-10

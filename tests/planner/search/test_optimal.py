@@ -32,7 +32,7 @@ from graphaccel.planner.search.bounds import Bounds, columns
 from graphaccel.planner.search.candidates import Shape
 from graphaccel.planner.search.search import Conditions, search
 from graphaccel.planner.search.search_state import weighed_of
-from graphaccel.planner.search.solve import Problem, _cuts
+from graphaccel.planner.search.solve import Problem, cut_choices
 from tests.support.captures import captured_once
 from tests.support.every_plan import Found, best_within, every_cut, every_plan, how_many
 from tests.support.gpt import GPT
@@ -336,7 +336,7 @@ def even_cuts(problem: Problem) -> Callable[[Plan], list[tuple[str, ...]]]:
 
     def cuts(mesh: Plan) -> list[tuple[str, ...]]:
         try:
-            return list(_cuts(problem, mesh))
+            return list(cut_choices(problem, mesh))
         except errors.TooManyStages:
             return []
 
@@ -358,9 +358,9 @@ def check_bounds(
         )  # fmt: skip
         assert tight.build(shape.layout)
         (least,) = tight.seconds(columns([shape], batch)).tolist()
-        assert all(least <= one.seconds * (1 + 1e-9) for one in own), (mesh.name, least)
+        assert all(least <= one.seconds * (1 + 1e-9) for one in own), (plan_name(mesh), least)
         (big,) = tight.too_big(columns([shape], batch)).tolist()
-        assert not (big and any(one.peak <= memory for one in own)), mesh.name
+        assert not (big and any(one.peak <= memory for one in own)), plan_name(mesh)
 
 
 def problem_with(problem: Problem, memory: int) -> Problem:
