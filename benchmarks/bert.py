@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks import transformer
-from benchmarks.common import Settings, run
+from benchmarks.shared import transformer
+from benchmarks.shared.common import Settings, run
 
 
 def worker(settings: Settings) -> dict[str, dict[str, Any]]:

@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import RESULTS, RUN_LIMIT_S, Settings, Step, time_sides
-from benchmarks.transformer import bert, eager, gpt2, ours
+from benchmarks.shared.common import RESULTS, RUN_LIMIT_S, Settings, Step, time_sides
+from benchmarks.shared.transformer import bert, eager, gpt2, ours
 from tests.support.pool import Pool
 
 MODELS = {"gpt2": gpt2, "bert": bert}

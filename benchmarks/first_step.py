@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import graphaccel.runtime.session  # what `optimize` imports, before the clock starts
-from benchmarks.common import RESULTS
+from benchmarks.shared.common import RESULTS
 from graphaccel.capture.batch import as_call, flatten_call
 from graphaccel.compiler.compiler import Compiler
 from graphaccel.compiler.model import model_of

@@ -17,7 +17,7 @@ import torch
 import transformers
 from torch import Tensor, fx, nn
 
-from benchmarks.common import RESULTS
+from benchmarks.shared.common import RESULTS
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.compiler.compiler import Compiler
 from graphaccel.compiler.model import Model, as_batch

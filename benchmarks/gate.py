@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from benchmarks.common import RESULTS
+from benchmarks.shared.common import RESULTS
 from graphaccel.errors.messages import columns
 from graphaccel.kernels.jit import next_power_of_2, warps
 from graphaccel.kernels.multi_tensor import triton_kernels as steps

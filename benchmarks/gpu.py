@@ -31,8 +31,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from benchmarks.common import RESULTS
-from benchmarks.gpu_kernels import (
+from benchmarks.shared.common import RESULTS
+from benchmarks.shared.gpu_kernels import (
     Call,
     Fault,
     Row,

@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.common import RESULTS
 from benchmarks.gpu import REAL, TOY, _batch, _model, machine
-from benchmarks.gpu_kernels import Scale, attention_faults, compiled, seconds, with_kernels
+from benchmarks.shared.common import RESULTS
+from benchmarks.shared.gpu_kernels import Scale, attention_faults, compiled, seconds, with_kernels
 from graphaccel.kernels.check.numbers import check_numbers
 from graphaccel.kernels.register import op_of
 from graphaccel.kernels.registry import fusion_named

@@ -10,9 +10,10 @@ min-cut, and Inductor for an H200. "graphaccel" is the program of our plan for o
 run there: pieces by Inductor, the other calls and what is inside fused ops call by call.
 
 Counted are forward and backward: launches, and bytes of all but matmuls, every tensor that
-a launch reads or writes once for reading and once for writing (`benchmarks.launches`). Host time is
-processor time of a training step at toy sizes on this CPU, of FX code, beside eager's. No figure is
-a time on a GPU. GPUs are pretended: an H200's properties, no kernels (`benchmarks.pretend_gpu`).
+a launch reads or writes once for reading and once for writing (`benchmarks.shared.launches`). Host
+time is processor time of a training step at toy sizes on this CPU, of FX code, beside eager's. No
+figure is a time on a GPU. GPUs are pretended: an H200's properties, no kernels
+(`benchmarks.shared.pretend_gpu`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.launches import SYNCHRONISING, Launch, count_kernels, launches_of
+from benchmarks.shared.launches import SYNCHRONISING, Launch, count_kernels, launches_of
 
 if __name__ == "__main__":
     count_kernels()  # before any kernel is defined
@@ -36,9 +37,9 @@ if __name__ == "__main__":
 import torch
 from torch import fx, nn
 
-from benchmarks import pretend_gpu
-from benchmarks.common import RESULTS
 from benchmarks.gpu import REAL, TOY, _batch, _model, _step
+from benchmarks.shared import pretend_gpu
+from benchmarks.shared.common import RESULTS
 from graphaccel.compiler.compiler import Compiler
 from graphaccel.compiler.model import as_batch, model_of
 from graphaccel.ir.program import StageProgram

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import graphaccel
-from benchmarks.common import RESULTS
+from benchmarks.shared.common import RESULTS
 from graphaccel.capture.batch import flatten_call
 
 STEPS = 5

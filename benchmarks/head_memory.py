@@ -18,7 +18,7 @@ import transformers
 from torch import nn
 
 import graphaccel
-from benchmarks.common import RESULTS
+from benchmarks.shared.common import RESULTS
 from graphaccel.errors.messages import columns
 from graphaccel.kernels.register import fusion_of, is_backward
 from graphaccel.runtime.meter import PeakMeter

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import predicted
-from benchmarks.common import RESULTS
+from benchmarks.shared.common import RESULTS
 from graphaccel.cli.measure import measure
 from graphaccel.planner.cluster.catalogue import cluster
 from graphaccel.runtime.host_memory.reuse import KEEP

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 import graphaccel
-from benchmarks.common import RESULTS
 from benchmarks.guards import processor
+from benchmarks.shared.common import RESULTS
 from graphaccel.planner.plan.plan_name import plan_name
 
 LENGTHS = range(8, 128, 4)

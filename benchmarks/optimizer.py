@@ -16,7 +16,7 @@ import torch
 import transformers
 from torch import nn
 
-from benchmarks.common import OURS, Settings, Step, run, time_sides
+from benchmarks.shared.common import OURS, Settings, Step, run, time_sides
 from graphaccel.runtime.parameters.optimizer_step import OptimizerStep
 
 

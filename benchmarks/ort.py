@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import graphaccel
-from benchmarks.common import RESULTS
+from benchmarks.shared.common import RESULTS
 from graphaccel.cli.calibrate import region_costs
 from graphaccel.compiler.compiler import Compiler
 from graphaccel.compiler.model import Model, as_batch

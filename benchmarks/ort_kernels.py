@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from benchmarks.common import RESULTS
+from benchmarks.shared.common import RESULTS
 from graphaccel.compat.torch.fakes import FakeTensorMode
 from graphaccel.ir.values import propagate
 from graphaccel.ort.builder import MICROSOFT, Builder, Declined, Value

@@ -20,7 +20,7 @@ import time
 from random import Random
 from typing import Any
 
-from benchmarks.common import RESULTS
+from benchmarks.shared.common import RESULTS
 from graphaccel.planner.plan.plan_name import plan_name
 
 RESULT = RESULTS / "pins.json"

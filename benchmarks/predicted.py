@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.common import RESULTS, Settings, make_batch, make_model
+from benchmarks.shared.common import RESULTS, Settings, make_batch, make_model
 from benchmarks.validation.grids import spearman
 from graphaccel.cli.calibration import measured
 from graphaccel.cli.jobs import find_job

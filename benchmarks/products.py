@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.common import OURS, Settings, Step, run, time_sides
+from benchmarks.shared.common import OURS, Settings, Step, run, time_sides
 from graphaccel.compat.torch.onednn import onednn_linear
 
 aten = torch.ops.aten

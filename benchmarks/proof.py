@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import RESULTS
 from benchmarks.first_step import CASES as MODELS
+from benchmarks.shared.common import RESULTS
 from graphaccel.capture.batch import as_call, flatten_call
 from graphaccel.compiler.compiler import Compiler
 from graphaccel.compiler.model import model_of

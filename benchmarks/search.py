@@ -7,7 +7,8 @@ Face class on the meta device, each in a process of its own, with AdamW and para
 where they are used. Without names all cases run; others keep their row. Seconds: of the model and
 its capture, of the search, of building the programs of the plans that it proves, and of all of it
 with the text of the report. A published plan is planned with its mesh pinned, and built like ours;
-"usual" is one that nobody published. Its place among all meshes is that of `benchmarks.ranks`.
+"usual" is one that nobody published. Its place among all meshes is that of
+`benchmarks.shared.ranks`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.common import RESULTS
+from benchmarks.shared.common import RESULTS
 from graphaccel.planner.plan.plan_name import plan_name
 
 RESULT = RESULTS / "search.json"
@@ -223,7 +224,7 @@ def measured(name: str) -> dict[str, Any]:
 
 def _published(case: Case, compiler: Any, batch: Any, problem: Any, pins: dict) -> dict[str, Any]:
     """By who published it: a plan for the case's mesh, and its place among all meshes."""
-    from benchmarks.ranks import Meshes
+    from benchmarks.shared.ranks import Meshes
     from graphaccel.planner.plan.base_plan import base_plan
     from graphaccel.planner.plan.pins import Pins
 

@@ -25,11 +25,11 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import RESULTS
 from benchmarks.coverage.judge import SETTINGS, ranks_of
 from benchmarks.coverage.lanes import Task, run
 from benchmarks.coverage.parts import PARTS
 from benchmarks.coverage.table import PAGE, page
+from benchmarks.shared.common import RESULTS
 
 RESULT = RESULTS / "coverage.json"
 

@@ -1,1 +1,1 @@
-"""Markdown tables of committed measurements, which docs/measured.py puts into the documents."""
+"""Markdown tables of committed measurements, which measured.py puts into the documents."""

@@ -29,7 +29,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import RESULTS
+from benchmarks.shared.common import RESULTS
 from benchmarks.validation import fit
 from benchmarks.validation.grids import ranking
 from benchmarks.validation.processes import results

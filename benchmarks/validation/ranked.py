@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.ranks import Meshes
+from benchmarks.shared.ranks import Meshes
 from benchmarks.validation.memory import STATE_BYTES
 from benchmarks.validation.predict import Predictor, cluster_of, real_cluster
 from benchmarks.validation.rows import Run
@@ -36,8 +36,8 @@ def _each(run: Run) -> float:
 
 def ranks(runs: Sequence[Run], seconds: float) -> Iterator[tuple[Run, dict[str, Any]]]:
     """Each run with the plan that has its mesh and else what the planner chooses, what that is
-    predicted to take, and its place (`benchmarks.ranks`), until so many seconds are over. Kernels
-    and rates are those of its system; nothing is kept on the host."""
+    predicted to take, and its place (`benchmarks.shared.ranks`), until so many seconds are over.
+    Kernels and rates are those of its system; nothing is kept on the host."""
     end = time.monotonic() + seconds
     predictor = Predictor(max((run.devices for run in runs), default=1))
     for run in runs:

@@ -15,7 +15,7 @@ import pytest
 
 from graphaccel.cli import main as cli
 from graphaccel.passes.pipeline import PIPELINE
-from tests.support.scripts import docs_script
+from tests.support.documents import docs_script
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "tests/README.md"]

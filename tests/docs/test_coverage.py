@@ -2,8 +2,8 @@
 
 import json
 
-from benchmarks.common import RESULTS
 from benchmarks.coverage.table import PAGE, page
+from benchmarks.shared.common import RESULTS
 
 BODY = json.loads((RESULTS / "coverage.json").read_text())
 

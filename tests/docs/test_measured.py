@@ -8,8 +8,9 @@ from types import ModuleType
 
 import pytest
 
-from tests.support.scripts import docs_script
+from tests.support.documents import docs_script
 
+STALE = "run python docs/measurements/measured.py"
 ROOT = Path(__file__).parents[2]
 
 KERNEL = {"kernel": "swiglu", "phase": "forward", "eager": 4.0, "compile": 2.5}
@@ -44,13 +45,13 @@ GPU = {
 
 @pytest.fixture(scope="module")
 def measured() -> ModuleType:
-    return docs_script("measured")
+    return docs_script("measurements/measured")
 
 
 def test_the_picture_of_growth_is_that_of_the_committed_results() -> None:
-    growth = docs_script("growth")
+    growth = docs_script("measurements/growth")
     drawn = growth.growth_picture(json.loads(growth.RESULT.read_text()))
-    assert growth.PICTURE.read_text() == drawn, "run python docs/growth.py"
+    assert growth.PICTURE.read_text() == drawn, "run python docs/measurements/growth.py"
     assert drawn.count("<polyline") == 2 * len(growth.PANELS)
 
 
@@ -59,7 +60,7 @@ def test_a_point_for_each_row(tmp_path: Path) -> None:
     rows = {f"layers-{n}": row | {"layers": n} for n in (4, 2, 1000)} | {
         "kinds-1": row | {"kinds": 1}
     }
-    drawn = docs_script("growth").growth_picture(rows)
+    drawn = docs_script("measurements/growth").growth_picture(rows)
     assert drawn.count("<circle") == 6
     assert [drawn.index(f"{n}: 8.00 s") for n in ("2", "4", "1,000")] == sorted(
         drawn.index(f"{n}: 8.00 s") for n in ("2", "4", "1,000")
@@ -68,12 +69,12 @@ def test_a_point_for_each_row(tmp_path: Path) -> None:
 
 def test_the_page_shows_the_committed_results(measured: ModuleType) -> None:
     page = measured.PAGE.read_text()
-    assert page == measured.with_table(page, measured.RESULTS), "run python docs/measured.py"
+    assert page == measured.with_table(page, measured.RESULTS), STALE
 
 
 def test_the_page_shows_what_was_measured_on_a_gpu(measured: ModuleType, tmp_path: Path) -> None:
     page = measured.PAGE.read_text()
-    assert page == measured.with_gpu_tables(page, measured.RESULTS), "run docs/measured.py"
+    assert page == measured.with_gpu_tables(page, measured.RESULTS), STALE
     marked = f"above\n{measured.GPU_FIRST}old\n{measured.GPU_LAST}below\n"
     without = measured.with_gpu_tables(marked, tmp_path)
     assert without == (
@@ -95,19 +96,19 @@ def test_the_page_shows_what_was_measured_on_a_gpu(measured: ModuleType, tmp_pat
 
 def test_the_page_shows_what_was_counted_without_a_gpu(measured: ModuleType) -> None:
     page = measured.PAGE.read_text()
-    assert page == measured.with_proxy_table(page, measured.RESULTS), "run docs/measured.py"
+    assert page == measured.with_proxy_table(page, measured.RESULTS), STALE
     with pytest.raises(ValueError, match="has no lines"):
         measured.with_proxy_table("no marks", measured.RESULTS)
 
 
 def test_the_accuracy_page_shows_the_committed_validation(measured: ModuleType) -> None:
     page = measured.ACCURACY_PAGE.read_text()
-    assert page == measured.with_validation(page, measured.RESULTS), "run python docs/measured.py"
+    assert page == measured.with_validation(page, measured.RESULTS), STALE
 
 
 def test_the_page_about_compiling_shows_the_committed_results(measured: ModuleType) -> None:
     page = measured.COMPILE_PAGE.read_text()
-    assert page == measured.with_compile_table(page, measured.RESULTS), "run docs/measured.py"
+    assert page == measured.with_compile_table(page, measured.RESULTS), STALE
 
 
 def test_a_row_for_each_result(measured: ModuleType, tmp_path: Path) -> None:
@@ -136,12 +137,12 @@ def test_a_readme_without_marks_is_refused(measured: ModuleType, tmp_path: Path)
 
 def test_the_page_about_onnxruntime_shows_the_committed_results(measured: ModuleType) -> None:
     page = measured.ORT_PAGE.read_text()
-    assert page == measured.with_ort_tables(page, measured.RESULTS), "run python docs/measured.py"
+    assert page == measured.with_ort_tables(page, measured.RESULTS), STALE
 
 
 def test_the_page_about_fusions_shows_the_committed_results(measured: ModuleType) -> None:
     page = measured.FUSIONS_PAGE.read_text()
-    assert page == measured.with_fusion_table(page, measured.RESULTS), "run python docs/measured.py"
+    assert page == measured.with_fusion_table(page, measured.RESULTS), STALE
     with pytest.raises(ValueError, match="has no lines"):
         measured.with_fusion_table("no marks", measured.RESULTS)
 

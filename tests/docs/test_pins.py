@@ -10,7 +10,7 @@ import pytest
 
 from graphaccel.planner.plan.pin_types import PinArguments
 from graphaccel.planner.plan.pins import NAMES, PINS, Pins
-from tests.support.scripts import docs_script
+from tests.support.documents import docs_script
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.support.scripts import docs_script
+from tests.support.documents import docs_script
 
 ROOT = Path(__file__).resolve().parents[2]
 PICTURES_AND_FILES = re.compile(r"\]\(([^)\s]+)\)")

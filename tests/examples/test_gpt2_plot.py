@@ -70,7 +70,9 @@ def test_nothing_finite_is_an_error(plot) -> None:
 
 def test_the_picture_in_the_readme_is_that_of_its_numbers(gpt2) -> None:
     plot, demo = gpt2("plot"), gpt2("demo")
-    curves = json.loads((ROOT / "docs" / "curve.json").read_text(encoding="utf-8"))
+    curves = json.loads((ROOT / "docs" / "pictures" / "curve.json").read_text(encoding="utf-8"))
     many, one = curves.values()
     assert plot.largest_difference(many, one)[1] < demo.TOLERANCE
-    assert plot.svg(curves, demo.TITLE) == (ROOT / "docs" / "curve.svg").read_text("utf-8")
+    assert plot.svg(curves, demo.TITLE) == (ROOT / "docs" / "pictures" / "curve.svg").read_text(
+        "utf-8"
+    )

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.common import RESULTS
 from benchmarks.fusions import measured
+from benchmarks.shared.common import RESULTS
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.kernels.register import fusion_of, is_backward, wide_form
 from graphaccel.kernels.registry import fusion_named

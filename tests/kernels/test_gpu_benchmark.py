@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import gpu, gpu_kernels
+from benchmarks import gpu
+from benchmarks.shared import gpu_kernels
 from graphaccel.kernels.check.numbers import Fault
 from graphaccel.kernels.multi_tensor.steps import MultiTensor
 from graphaccel.kernels.registry import fusions, shipped
 from graphaccel.kernels.spec import Fusion
-from tests.support.scripts import docs_script
+from tests.support.documents import docs_script
 
 ROOT = Path(__file__).parents[2]
 ONE = replace(gpu.TOY, models=())
@@ -24,7 +25,7 @@ ONE = replace(gpu.TOY, models=())
 
 def tables(result: dict[str, Any]) -> str:
     """As the README has them."""
-    module = docs_script("measured")
+    module = docs_script("measurements/measured")
     return module.gpu_tables(result)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from benchmarks import gpu_proxy
-from benchmarks.launches import Launch, launches_of
+from benchmarks.shared.launches import Launch, launches_of
 from benchmarks.tables.gpu_proxy import proxy_table
 from graphaccel.ir.parse import parse_graph
 
@@ -47,7 +47,7 @@ def test_what_is_in_a_fused_op_is_counted(monkeypatch: pytest.MonkeyPatch) -> No
         own = op is torch.ops.aten.add.Tensor
         return (lambda x, y: (x * y).exp()) if own else None
 
-    monkeypatch.setattr("benchmarks.launches._inside", inside)
+    monkeypatch.setattr("benchmarks.shared.launches._inside", inside)
     module = parse_graph(GRAPH)
     found = launches_of(module, lambda n: n.name == "add")
     assert [k.op for k in found] == ["aten::mul.Tensor", "aten::exp"]
@@ -81,7 +81,7 @@ def test_a_model_is_shortened() -> None:
 
 INDUCTOR = """
 import json, torch
-from benchmarks.pretend_gpu import compiled_piece
+from benchmarks.shared.pretend_gpu import compiled_piece
 from graphaccel.ir.parse import parse_graph
 before = torch.cuda.is_available
 module = parse_graph({graph!r})

@@ -8,19 +8,19 @@ from types import ModuleType
 import pytest
 
 from graphaccel.ort.kernels import Kernels
-from tests.support.scripts import docs_script
+from tests.support.documents import docs_script
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def page() -> ModuleType:
-    return docs_script("ort_table")
+    return docs_script("measurements/ort_table")
 
 
 def test_the_document_shows_what_the_build_can_run(page: ModuleType, kernels: Kernels) -> None:
     text = page.PAGE.read_text()
-    assert text == page.with_table(text, kernels), "run python docs/ort_table.py"
+    assert text == page.with_table(text, kernels), "run python docs/measurements/ort_table.py"
 
 
 def test_a_page_without_marks_is_refused(page: ModuleType, kernels: Kernels) -> None:

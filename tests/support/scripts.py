@@ -1,19 +1,63 @@
-"""Imports the scripts of `docs/` that write pages and pictures."""
+"""Training scripts in a worker of the pool: as functions, and whole files.
+
+As a function a script gets what stands in for its `optimize` line, and yields what it computes.
+"""
 
 from __future__ import annotations
 
-import importlib.util
+import io
+import runpy
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import redirect_stdout
 from pathlib import Path
-from types import ModuleType
+from typing import Any
+from unittest.mock import patch
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+import torch
+from torch import Tensor, nn
+
+import graphaccel
+
+Wrap = Callable[..., Any]
+Script = Callable[[Wrap], Iterator[Tensor]]
 
 
-def docs_script(name: str) -> ModuleType:
-    """The module `docs/NAME.py`."""
-    spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def weights(model: nn.Module) -> Iterator[Tensor]:
+    """Parameters and buffers in full, plain or optimized. Collective."""
+    yield from graphaccel.full_state_dict(model).values()
+
+
+def furthest(script: Script, pins: dict[str, Any]) -> float:
+    """Largest difference of what the script yields between plain PyTorch and `optimize(**pins)`,
+    relative to the plain value where that is larger than one."""
+
+    def plain(model: nn.Module, *rest: Any) -> Any:
+        return (model, *rest) if rest else model
+
+    def ours(model: nn.Module, *rest: Any) -> Any:
+        return graphaccel.optimize(model, *rest, **pins)
+
+    results = []
+    for wrap in (plain, ours):
+        torch.manual_seed(0)
+        results.append([value.detach().double().clone() for value in script(wrap)])
+    pairs = list(zip(*results, strict=True))
+    return max(float(((a - b).abs() / a.abs().clamp(min=1)).max()) for a, b in pairs)
+
+
+def run_as_rank(path: str, arguments: tuple[str, ...], environment: Mapping[str, str]) -> str:
+    """Run the file `path` as a program on this rank, from its own folder as Python does; returns
+    what it prints. The worker has imported torch, which takes a new process seconds."""
+    folder, printed = Path(path).parent, io.StringIO()
+    with (
+        patch.object(sys, "argv", [path, *arguments]),
+        patch.object(sys, "path", [str(folder), *sys.path]),
+        patch.dict("os.environ", environment),
+        redirect_stdout(printed),
+        torch.random.fork_rng(devices=[]),
+    ):
+        runpy.run_path(path, run_name="__main__")
+    for file in folder.glob("*.py"):  # imported by bare name: other scripts have files so called
+        sys.modules.pop(file.stem, None)
+    return printed.getvalue()

@@ -10,7 +10,15 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from benchmarks.common import OURS, Settings, Step, make_batch, make_optimizer, our_step, time_sides
+from benchmarks.shared.common import (
+    OURS,
+    Settings,
+    Step,
+    make_batch,
+    make_optimizer,
+    our_step,
+    time_sides,
+)
 
 
 def gpt2(settings: Settings) -> tuple[nn.Module, dict[str, Tensor]]:

@@ -1,6 +1,6 @@
 """Draw how long plans take as machines and models grow, from benchmarks/results/search.json.
 
-    python docs/growth.py      # writes docs/growth.svg
+    python docs/measurements/growth.py      # writes docs/pictures/growth.svg
 
 A panel for each of devices, layers and kinds of blocks; both axes are logarithmic, that of seconds
 the same in all panels. tests/docs fails while it is not that of the results.
@@ -18,8 +18,8 @@ import jinja2
 from graphaccel.report.format import seconds_text
 from graphaccel.report.scales import Scale
 
-ROOT = Path(__file__).resolve().parents[1]
-PICTURE = ROOT / "docs" / "growth.svg"
+ROOT = Path(__file__).resolve().parents[2]
+PICTURE = ROOT / "docs" / "pictures" / "growth.svg"
 RESULT = ROOT / "benchmarks" / "results" / "search.json"
 WIDTH, HEIGHT, GAP = 300, 240, 20
 LEFT, TOP, BOTTOM = 56, 24, 34

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional as F
 
-from benchmarks.common import (
+from benchmarks.shared.common import (
     OURS,
     Settings,
     Step,

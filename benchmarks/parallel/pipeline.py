@@ -16,7 +16,7 @@ from torch import distributed as dist
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn import functional as F
 
-from benchmarks.common import (
+from benchmarks.shared.common import (
     OURS,
     Settings,
     Step,

@@ -41,7 +41,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 from torch.utils.cpp_extension import include_paths
 
-from benchmarks.launches import Launch
+from benchmarks.shared.launches import Launch
 from graphaccel.capture.export.export import ForwardGraph
 from graphaccel.compat.torch.fakes import fake_mode_of
 from graphaccel.ir.values import returned

@@ -1,6 +1,6 @@
 """Write the tables of measurements in docs/ from benchmarks/results.
 
-    python docs/measured.py
+    python docs/measurements/measured.py
 
 A table stands between two marks; tests/docs fails while it is not that of the results.
 """
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script
 
 from benchmarks.tables.gpu import gpu_tables
 from benchmarks.tables.gpu_proxy import proxy_table
@@ -23,10 +23,10 @@ from benchmarks.tables.ort import kernel_table, ort_table
 from benchmarks.tables.search import large_table, search_table
 from benchmarks.tables.validation import predicted_table, unseen_table, validation_table
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "benchmarks.md"
 RESULTS = ROOT / "benchmarks" / "results"
-BEGIN, END = "<!-- measured: python docs/measured.py -->\n", "<!-- end -->\n"
+BEGIN, END = "<!-- measured: python docs/measurements/measured.py -->\n", "<!-- end -->\n"
 ORT_PAGE = ROOT / "docs" / "onnxruntime.md"
 FUSIONS_PAGE = ROOT / "docs" / "fusions.md"
 COMPILE_PAGE = ROOT / "docs" / "compile.md"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from benchmarks.common import (
+from benchmarks.shared.common import (
     OURS,
     Settings,
     Step,

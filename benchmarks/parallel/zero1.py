@@ -14,7 +14,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
-from benchmarks.common import (
+from benchmarks.shared.common import (
     OURS,
     Settings,
     Step,

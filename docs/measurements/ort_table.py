@@ -1,6 +1,6 @@
 """Write the table of ops in docs/onnxruntime.md for the installed build of ONNX Runtime.
 
-    python docs/ort_table.py
+    python docs/measurements/ort_table.py
 
 Each build has a table of its own between two marks; a test fails while that of the installed build
 is not what this writes. Install the other build and run it again for the other table.
@@ -23,7 +23,7 @@ from tests.ort.samples import CASES
 from tests.ort.support import graph_of, narrow, why_not
 from tests.support.ops.calls import Draw
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "onnxruntime.md"
 
 

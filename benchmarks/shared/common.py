@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -25,7 +26,7 @@ from torch.optim import AdamW, Optimizer
 from tests.support.gpt import GPT
 from tests.support.pool import Pool
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 OURS = "graphaccel"
 RUN_LIMIT_S = 3600.0
 
@@ -180,7 +181,9 @@ def run(
     assert abs(losses[0] - losses[1]) <= 1e-4 * abs(losses[0]), f"different losses: {losses}"
     ratio = medians[OURS] / medians[other]
     print(f"ratio {ratio:.3f}  ({OURS} / {other}, medians of {settings.rounds} rounds)")
-    command = f"python -m benchmarks.{name}"
+    started = sys.modules["__main__"].__spec__
+    assert started is not None, "started by python -m"
+    command = f"python -m {started.name}"
     if not settings.onednn:
         name, command = f"{name}-blas", f"{command} --onednn 0"
     result = {

@@ -1,0 +1,1 @@
+"""Each kind of parallelism beside the implementation that comes with PyTorch."""

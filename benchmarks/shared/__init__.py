@@ -1,0 +1,1 @@
+"""What several benchmarks use: settings and results, models, counted launches, meshes of ranks."""
