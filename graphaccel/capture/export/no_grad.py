@@ -22,6 +22,7 @@ import torch
 from torch import fx
 
 from graphaccel.compat.torch.ops import grad_region, is_composite, schema, written_arguments
+from graphaccel.ir.values import op_of, operands
 
 aten = torch.ops.aten
 
@@ -99,7 +100,7 @@ def _remove_identities(inner: fx.GraphModule, call: fx.Node, inputs: tuple[fx.No
 
 def _identities(node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
     """(result, argument) of an op that returns an argument itself, found by running it."""
-    op = node.target
+    op = op_of(node)
     if not hasattr(op, "_schema") or op._schema.is_mutable or not is_composite(op):
         return []
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
@@ -110,9 +111,8 @@ def _identities(node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
     if not isinstance(result, (list, tuple)):
         return []
     reads = [u for u in node.users if u.target is operator.getitem]
-    return [
-        (u, arguments[id(result[u.args[1]])]) for u in reads if id(result[u.args[1]]) in arguments
-    ]
+    pairs = [(u, id(result[operands(u)[1]])) for u in reads]
+    return [(u, arguments[number]) for u, number in pairs if number in arguments]
 
 
 def _detach(graph: fx.GraphModule, tracked: set[fx.Node]) -> None:

@@ -146,7 +146,7 @@ def infeasible(
         memory=problem.cluster.device.memory,
         peak=top.peak,
         stage=top.rank,
-        closest=closest.name,
+        closest=plan_name(closest),
         breakdown={
             "param": top.parameter,
             "grad": top.gradient,

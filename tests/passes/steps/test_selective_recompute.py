@@ -171,7 +171,7 @@ def test_a_plan_says_what_is_saved() -> None:
     plan = Plan(1, recompute=("h.2",), selective=(own,))
     assert Plan.from_json(plan.to_json()) == plan
     assert plan_name(plan).endswith("recompute 1 blocks, 2 selectively")
-    assert replace(plan, recompute=()).name.endswith("recompute 2 blocks selectively")
+    assert plan_name(replace(plan, recompute=())).endswith("recompute 2 blocks selectively")
     assert plan.recomputed == {"h.2": (), "h.0": own.saved, "h.1": own.saved}
     assert Plan(1).with_recomputed(plan.recomputed) == plan
     old = json.loads(Plan(1, recompute=("h.2",)).to_json())

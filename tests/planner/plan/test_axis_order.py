@@ -223,5 +223,5 @@ def test_a_plan_file() -> None:
 
 def test_an_order_of_axes_with_one_device_is_the_usual_one() -> None:
     order = ("tensor", "context", "pipeline", "expert", "data")
-    assert Plan(8, pipeline=2, data=4, order=order).name == "data 4 x pipeline 2"
+    assert plan_name(Plan(8, pipeline=2, data=4, order=order)) == "data 4 x pipeline 2"
     assert Plan(8, tensor=2, data=4, order=order).reordered == ("tensor", "data")

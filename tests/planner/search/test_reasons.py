@@ -14,6 +14,7 @@ from graphaccel.errors.messages import format_bytes
 from graphaccel.planner.cluster.catalogue import cluster
 from graphaccel.planner.cluster.cluster import Cluster, Device, Host, Link, parse_bytes
 from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.plan.plan_name import plan_name
 from graphaccel.planner.search.reasons import as_corrected, rounded_up, wider_cluster
 from graphaccel.planner.search.record import Record
 from graphaccel.planner.search.search import search
@@ -142,7 +143,7 @@ def test_a_mesh_that_was_refused_is_said_to_be(captured: Captured, made_up: Made
     plan = search(captured("gpt"), made_up(2), pins={"zero": 0}, optimizer_bytes=8, refine=refine)
     reasons = {other.name: other.reason for other in plan.alternatives}
     assert built[0].data == 2
-    assert reasons[built[0].name] == "was built, and does not fit or can not run"
+    assert reasons[plan_name(built[0])] == "was built, and does not fit or can not run"
     free = Device("free", 1 << 30, {"float32": 1e30}, 1e30, 0.0)
     where = Cluster(free, 2, (Link("wire", 0.0, 1e30, 2),), 0, 0.05)
     tied = search(captured("gpt"), where, pins={}, optimizer_bytes=8)
