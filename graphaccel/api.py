@@ -299,10 +299,10 @@ def cluster_here(count: int, device: torch.device) -> Cluster:
         properties.multi_processor_count,
         (properties.major, properties.minor),
     )
-    found = detected_cluster(gpu, count)
+    result = detected_cluster(gpu, count)
     host = host_memory() // torch.cuda.device_count()
-    assert found.host is not None
-    return replace(found, host=replace(found.host, memory=host))
+    assert result.host is not None
+    return replace(result, host=replace(result.host, memory=host))
 
 
 class PlanRequested(BaseException):

@@ -74,8 +74,8 @@ def with_checkpointing(model: Any, pins: Mapping[str, Any]) -> dict[str, Any]:
     """The pins, with recompute="all" where the model has gradient checkpointing enabled
     (`gradient_checkpointing_enable()` of Hugging Face, `set_grad_checkpointing()` of timm)."""
     modules = model.modules() if isinstance(model, nn.Module) else ()
-    told = any(getattr(m, name, False) is True for m in modules for name in _CHECKPOINTING)
-    return {"recompute": "all", **pins} if told else dict(pins)
+    checkpointing = any(getattr(m, name, False) is True for m in modules for name in _CHECKPOINTING)
+    return {"recompute": "all", **pins} if checkpointing else dict(pins)
 
 
 def check_arguments(

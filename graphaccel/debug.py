@@ -55,15 +55,15 @@ def bisect(model: nn.Module, batch: Any, loss_fn: LossFn = None) -> Bisection:
     """
     check_supported(model)
     captures = Captures(model_of(model, loss_fn, None, next(model.parameters()).device.type))
-    made = as_batch(batch)
-    step, sizes = captures.of(made)
-    found = examine(pair_of(model, loss_fn, step, made, sizes))
-    if isinstance(found, Proof):
-        result = Bisection(found.proved, found.text)
+    built = as_batch(batch)
+    step, sizes = captures.of(built)
+    match = examine(pair_of(model, loss_fn, step, built, sizes))
+    if isinstance(match, Proof):
+        result = Bisection(match.proved, match.text)
     else:
-        rows = found.setting.rows
+        rows = match.setting.rows
         where = "the batch" if rows is None else f"{rows} rows of the batch"
         said = f"on {where} the captured graph differs from eager:"
-        result = Bisection(False, said, found.values, found.begins)
+        result = Bisection(False, said, match.values, match.begins)
     print(result, file=sys.stderr)
     return result

@@ -293,8 +293,8 @@ class Handle:
         prepared.session.follow()
         self._compare_before(batch, prepared, variant)
         leaves = variant.leaves(prepared.session, leaves)
-        made = self._call if variant.compiled.backward is not None else self._step
-        loss, outputs = made(prepared, variant, leaves)
+        built = self._call if variant.compiled.backward is not None else self._step
+        loss, outputs = built(prepared, variant, leaves)
         return variant.compiled.rebuild(loss, outputs if more is None else more.cut(outputs))
 
     def _compare_before(self, batch: Batch, prepared: Prepared, variant: Variant) -> None:

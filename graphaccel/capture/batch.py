@@ -124,12 +124,12 @@ def sequence_matrices(
 ) -> dict[int, int]:
     """Sequence dims of `integers`, and of other matrices of the same size, such as a mask of
     floats."""
-    found = dict(integers)
+    results = dict(integers)
     for leaf, dim in batch_dims.items():
         tensor = batch.leaves[leaf]
         if tensor.dim() == 2 and tensor.shape[1 - dim] == length:
-            found[leaf] = 1 - dim
-    return found
+            results[leaf] = 1 - dim
+    return results
 
 
 def resized(batch: Batch, dims: Mapping[int, int], size: int) -> Batch:

@@ -30,11 +30,11 @@ def assignments(batch: Batch) -> list[dict[int, int]]:
     """
     size, leading = batch_leaves(batch)
     shapes = {i: tuple(t.shape) for i, t in batch.tensors.items() if t.dim() > 0}
-    found = [leading]
+    results = [leading]
     if len(leading) < len(shapes):  # a state of (layers, batch, features)
         states = {i: s.index(size) for i, s in shapes.items() if i not in leading and size in s}
         if states:
-            found.insert(0, dict(sorted((leading | states).items())))
+            results.insert(0, dict(sorted((leading | states).items())))
     others: dict[tuple[Any, ...], dict[int, int]] = {}
     for n in dict.fromkeys(n for s in shapes.values() for n in s):
         places = {i: [d for d, m in enumerate(s) if m == n] for i, s in shapes.items() if n in s}
@@ -44,7 +44,7 @@ def assignments(batch: Batch) -> list[dict[int, int]]:
             rank = (-len(places), len(set(dims)), sum(dims), n != size, len(others))
             others[rank] = dict(zip(places, dims, strict=True))
     ordered = [others[rank] for rank in sorted(others)]
-    return [*found, *[dims for dims in ordered if dims not in found][:MOST]]
+    return [*results, *[dims for dims in ordered if dims not in results][:MOST]]
 
 
 def given_dims(

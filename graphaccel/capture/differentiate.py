@@ -293,10 +293,10 @@ def _write_numbers(joint: fx.GraphModule, mode: Any) -> None:
             number = value.item()
         kind = {"dtype": value.dtype, "device": value.device}
         with joint.graph.inserting_before(node):
-            made = joint.graph.call_function(aten.full.default, (list(value.shape), number), kind)
+            built = joint.graph.call_function(aten.full.default, (list(value.shape), number), kind)
         with mode:
-            made.meta = {**node.meta, "val": torch.full(value.shape, number, **kind)}
-        node.replace_all_uses_with(made)
+            built.meta = {**node.meta, "val": torch.full(value.shape, number, **kind)}
+        node.replace_all_uses_with(built)
         joint.graph.erase_node(node)
 
 

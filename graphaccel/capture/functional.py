@@ -87,8 +87,8 @@ def _functional(node: fx.Node) -> Callable[..., Any] | None:
         return None
     wanted = _types(node.target)
     named = [overload, *(other for other in packet.overloads() if other != overload)]
-    found = (getattr(packet, other, None) for other in named)  # `pow_.Scalar`: `pow.Tensor_Scalar`
-    return next((op for op in found if op is not None and _types(op) == wanted), None)
+    result = (getattr(packet, other, None) for other in named)  # `pow_.Scalar`: `pow.Tensor_Scalar`
+    return next((op for op in result if op is not None and _types(op) == wanted), None)
 
 
 def _types(op: Any) -> list[tuple[str, str]]:
@@ -105,13 +105,13 @@ def _replace(
     node.target = target
     kept = over.meta["val"]
     values: Any = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    made = target(*values[0], **values[1])
+    built = target(*values[0], **values[1])
     new = node
-    node.meta["val"] = made
-    if made.dtype != kept.dtype:  # in place, the dtype of the destination stays
+    node.meta["val"] = built
+    if built.dtype != kept.dtype:  # in place, the dtype of the destination stays
         with node.graph.inserting_after(node):
             new = node.graph.call_function(aten._to_copy.default, (node,), {"dtype": kept.dtype})
-        new.meta = {**node.meta, "val": made.to(kept.dtype)}
+        new.meta = {**node.meta, "val": built.to(kept.dtype)}
         place[new] = place[node]
         node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
     over.replace_all_uses_with(new, delete_user_cb=lambda user: place[user] > place[node])

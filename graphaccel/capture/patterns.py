@@ -36,8 +36,8 @@ def trace_pattern(function: Callable[..., Any], values: Mapping[str, Any]) -> Pa
         fakes = [_fake(values[n]) for n in given]
 
     def call(*tensors: Tensor) -> list[Any]:
-        made = function(**dict(zip(given, tensors, strict=True)), **numbers)
-        return list(made) if isinstance(made, (tuple, list)) else [made]
+        built = function(**dict(zip(given, tensors, strict=True)), **numbers)
+        return list(built) if isinstance(built, (tuple, list)) else [built]
 
     with mode, torch.enable_grad(), warnings.catch_warnings():
         warnings.simplefilter(

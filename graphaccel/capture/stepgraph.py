@@ -134,12 +134,12 @@ class StepGraph:
 
     def even(self, said: Mapping[str, Any]) -> bool:
         """Whether values given for parameters, by name, are the same in all blocks of a kind."""
-        told: dict[str, dict[str, Any]] = {block.name: {} for block in self.blocks}
+        values_of: dict[str, dict[str, Any]] = {block.name: {} for block in self.blocks}
         for name, value in said.items():
-            if (block := block_of(name)) in told:
-                told[block][name.removeprefix(block)] = value
-        first = {block.kind: told[block.name] for block in self.blocks}
-        return all(told[block.name] == first[block.kind] for block in self.blocks)
+            if (block := block_of(name)) in values_of:
+                values_of[block][name.removeprefix(block)] = value
+        first = {block.kind: values_of[block.name] for block in self.blocks}
+        return all(values_of[block.name] == first[block.kind] for block in self.blocks)
 
     def text(self) -> str:
         """The graph as short text, one line a node, identical in every process."""
@@ -415,8 +415,8 @@ def _all_others(repeats: Repeats) -> tuple[tuple[sympy.Symbol, int, ForwardGraph
     short = repeats.short
     longer = [s.forward for s in repeats.longer]
     graphs = [graph for _, _, graph in short.others]
-    made = repeated_sizes(repeats.runs, short.forward, longer, graphs)
-    return tuple((s, n, g) for (s, n, _), g in zip(short.others, made, strict=True))
+    built = repeated_sizes(repeats.runs, short.forward, longer, graphs)
+    return tuple((s, n, g) for (s, n, _), g in zip(short.others, built, strict=True))
 
 
 def _trainable(model: nn.Module) -> frozenset[str]:

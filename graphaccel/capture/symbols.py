@@ -86,14 +86,14 @@ def attach_sizes(
     """
     rows = [list(g.graph.nodes) for _, _, g in others]
     for index, node in enumerate(graph.graph.nodes):
-        twins = [row[index] for row in rows]
+        copies = [row[index] for row in rows]
         points = [(symbol, size) for symbol, size, _ in others]
         if "val" in node.meta:
             node.meta["dims"] = _dims(
-                node.meta["val"], [t.meta["val"] for t in twins], base, points
+                node.meta["val"], [t.meta["val"] for t in copies], base, points
             )
         own = integers(node)
-        theirs = [integers(t) for t in twins]
+        theirs = [integers(t) for t in copies]
         node.meta["sizes"] = {
             i: fitted
             for i, value in enumerate(own)
@@ -115,18 +115,18 @@ def take_sizes(graph: fx.GraphModule, before: fx.GraphModule) -> bool:
     known: dict[int, dict[str, Any]] = {}
     for node, number in _numbered(before, numbers).items():
         known.setdefault(number, node.meta)  # the first: later ones may be casts of it
-    found: dict[fx.Node, dict[str, Any]] = {}
+    results: dict[fx.Node, dict[str, Any]] = {}
     for node, number in _numbered(graph, numbers).items():
         if node.target is _CAST:
-            found[node] = {**found[node.all_input_nodes[0]], "sizes": {}}
+            results[node] = {**results[node.all_input_nodes[0]], "sizes": {}}
         elif number in known:
-            found[node] = {k: known[number][k] for k in ("dims", "sizes") if k in known[number]}
+            results[node] = {k: known[number][k] for k in ("dims", "sizes") if k in known[number]}
         else:
-            dims = [found[n]["dims"] for n in node.all_input_nodes]
+            dims = [results[n]["dims"] for n in node.all_input_nodes]
             if node.target is not _SUM or not dims or any(d != dims[0] for d in dims):
                 return False
-            found[node] = {"dims": dims[0], "sizes": {}}
-    for node, sizes in found.items():
+            results[node] = {"dims": dims[0], "sizes": {}}
+    for node, sizes in results.items():
         node.meta |= sizes
     return True
 
@@ -134,31 +134,31 @@ def take_sizes(graph: fx.GraphModule, before: fx.GraphModule) -> bool:
 def _numbered(graph: fx.GraphModule, numbers: dict[Any, int]) -> dict[fx.Node, int]:
     """Nodes → numbers, equal for nodes that make the same call on the same inputs, whatever the
     dtypes. A cast has the number of its input; a sum is the same in any order."""
-    found: dict[fx.Node, int] = {}
+    results: dict[fx.Node, int] = {}
     terms: dict[int, tuple[int, ...]] = {}
 
     def key_of(value: Any) -> Any:
         if isinstance(value, fx.Node):
-            return "node", found[value]
+            return "node", results[value]
         return "dtype" if isinstance(value, torch.dtype) else value
 
     for node in graph.graph.nodes:
         if node.target is _CAST:
-            found[node] = found[node.all_input_nodes[0]]
+            results[node] = results[node.all_input_nodes[0]]
             continue
         target = node.name if node.op == "placeholder" else str(node.target)
         plain = node.target is _SUM and not node.kwargs
         plain = plain and all(isinstance(a, fx.Node) for a in node.args)
         if plain:
-            added = [t for a in node.args for t in terms.get(found[a], (found[a],))]
+            added = [t for a in node.args for t in terms.get(results[a], (results[a],))]
             call: Any = tuple(sorted(added))
         else:
             call = map_aggregate((node.args, dict(node.kwargs)), key_of)
         said = node.op, target, repr(call), _shapes(node.meta.get("val"))
-        found[node] = numbers.setdefault(said, len(numbers))
+        results[node] = numbers.setdefault(said, len(numbers))
         if plain:
-            terms[found[node]] = call
-    return found
+            terms[results[node]] = call
+    return results
 
 
 def _shapes(value: Any) -> Any:
@@ -180,15 +180,15 @@ def _dims(value: Any, others: list[Any], base: Mapping, points: list) -> Any:
 
 def integers(node: fx.Node) -> list[int | float]:
     """Every number among the arguments, in order (booleans excluded)."""
-    found: list[int | float] = []
+    results: list[int | float] = []
 
     def collect(value: Any) -> Any:
         if isinstance(value, (int, float)) and not isinstance(value, bool):
-            found.append(value)
+            results.append(value)
         return value
 
     map_aggregate((node.args, dict(node.kwargs)), collect)
-    return found
+    return results
 
 
 def with_integers(node: fx.Node, values: Mapping[int, int | float]) -> tuple[tuple, dict]:
@@ -266,12 +266,12 @@ def _counted(expression: sympy.Expr) -> Callable[[Mapping], int | Fraction] | No
     parts = [_counted(part) for part in expression.args]
     if not parts or None in parts:
         return None
-    found: Any = parts
+    match: Any = parts
     if isinstance(expression, sympy.Add):
-        return lambda sizes: sum(part(sizes) for part in found)
+        return lambda sizes: sum(part(sizes) for part in match)
     if isinstance(expression, sympy.Mul):
-        return lambda sizes: prod(part(sizes) for part in found)
+        return lambda sizes: prod(part(sizes) for part in match)
     if isinstance(expression, sympy.Pow) and expression.exp.is_Integer and expression.exp > 0:
-        base, power = found[0], int(expression.exp)
+        base, power = match[0], int(expression.exp)
         return lambda sizes: base(sizes) ** power
     return None

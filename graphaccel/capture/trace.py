@@ -125,10 +125,10 @@ class Tracing(BareDispatchMode):
         self._answers = answers
 
     def known(self, tensor: torch.Tensor) -> _Known:
-        found = self._known.get(id(tensor))
-        if found is None:
+        match = self._known.get(id(tensor))
+        if match is None:
             raise NotTraced("a tensor from outside")
-        return found
+        return match
 
     def take(self, value: torch.Tensor, name: str) -> None:
         """Add an input; two with shared storage stay so."""
@@ -154,16 +154,16 @@ class Tracing(BareDispatchMode):
         key = func, self._key(args, given), self._key(tuple(kwargs.items()), given)
         if key not in self._answers:
             self._answers[key] = self._ask(func, args, kwargs, given, whole)
-        made = self._answers[key]
-        if type(made) in _NUMBERS:
-            return made  # not part of the graph
+        built = self._answers[key]
+        if type(built) in _NUMBERS:
+            return built  # not part of the graph
         name = func.overloadpacket.__name__
         if whole:  # make_fx names `__and__`, one call only here, so
             name = name.removeprefix("__").removesuffix("__")
         node = new_node(
             self.graph, "call_function", func, self._nodes(args), self._nodes(kwargs), name, {}
         )
-        return self._give(made, node, given)
+        return self._give(built, node, given)
 
     def _key(self, value: Any, given: list[_Known]) -> Hashable:
         """A key of an argument; 1, 1.0 and True differ. Its tensors are appended to `given`."""
@@ -221,28 +221,28 @@ class Tracing(BareDispatchMode):
             raise NotTraced("a view in another dtype")
         return _Result(kind, of)
 
-    def _give(self, made: Any, node: fx.Node, given: list[_Known]) -> Any:
+    def _give(self, built: Any, node: fx.Node, given: list[_Known]) -> Any:
         """New tensors for a call's node, as the call returns them; of several each has a node."""
         said = fx_traceback.current_meta
         node.meta.update((k, said[k]) for k in _KEPT if said.get(k) is not None)
-        if not isinstance(made, _Result):
-            found = []
-            for number, one in enumerate(made):
+        if not isinstance(built, _Result):
+            collected = []
+            for number, one in enumerate(built):
                 call = self.graph.create_node(
                     "call_function", getitem, (node, number), {}, "getitem"
                 )
-                made_here = isinstance(one, (_Result, tuple, list))
-                found.append(self._give(one, call, given) if made_here else one)
-            node.meta["val"] = type(made)(self._shown(item) for item in found)
-            return type(made)(found)
-        kind = made.kind
-        if made.of is None:
+                built_here = isinstance(one, (_Result, tuple, list))
+                collected.append(self._give(one, call, given) if built_here else one)
+            node.meta["val"] = type(built)(self._shown(item) for item in collected)
+            return type(built)(collected)
+        kind = built.kind
+        if built.of is None:
             like = self._like(kind)
-        elif made.itself:
-            self._keep(given[made.of].tensor, node, kind, given[made.of].like)
-            return given[made.of].tensor
+        elif built.itself:
+            self._keep(given[built.of].tensor, node, kind, given[built.of].like)
+            return given[built.of].tensor
         else:
-            like = given[made.of].like.as_strided(kind.shape, kind.stride, kind.offset)
+            like = given[built.of].like.as_strided(kind.shape, kind.stride, kind.offset)
         tensor = FakeTensor(self.mode, like, kind.device)
         self._keep(tensor, node, kind, like)
         return tensor

@@ -49,24 +49,24 @@ class Contents:
     def weights(self) -> dict[str, Tensor]:
         """Parameters and persistent buffers of all models: the tensors themselves, so that a write
         into one shows in its version."""
-        found: dict[str, Tensor] = {}
+        results: dict[str, Tensor] = {}
         for name, model in self.models.items() if self.with_weights else ():
             own = dict(model.named_parameters(remove_duplicate=False))
             own |= dict(model.named_buffers(remove_duplicate=False))
             for key, value in plain_state(model).items():
                 if isinstance(value, Tensor) and not key.endswith("_extra_state"):
-                    found[f"{name}.{key}"] = own.get(key, value)
-        return found
+                    results[f"{name}.{key}"] = own.get(key, value)
+        return results
 
     def extra_states(self) -> dict[str, dict[str, Any]]:
         """What modules return from `get_extra_state`, by the names of model and module."""
-        found = {}
+        results = {}
         for name, model in self.models.items():
             state = plain_state(model).items()
-            found[name] = {
+            results[name] = {
                 k: v for k, v in state if k.endswith("_extra_state") or not isinstance(v, Tensor)
             }
-        return found
+        return results
 
     def set_extra_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """Give them back to the modules."""
@@ -117,14 +117,14 @@ class Contents:
 
     def groups(self) -> dict[str, list[dict[str, Any]]]:
         """The settings of every parameter group, and the names of its parameters."""
-        found = {}
+        results = {}
         for name, optimizer in self.optimizers.items():
             pairs = zip(self.names(optimizer), optimizer.param_groups, strict=True)
-            found[name] = [
+            results[name] = [
                 {"params": names, **{k: v for k, v in g.items() if k not in OF_THE_RUN}}
                 for names, g in pairs
             ]
-        return found
+        return results
 
 
 def state_name(optimizer: str, parameter: str, key: str) -> str:

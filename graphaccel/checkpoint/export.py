@@ -79,12 +79,12 @@ def _prepare(root: Path) -> None:
 def _left_out(model: nn.Module) -> set[str]:
     """Names of tied tensors, but for the one that is written."""
     keys = getattr(model, "_tied_weights_keys", None) or ()
-    found: set[str] = set()
+    results: set[str] = set()
     for names in tied_names(model).values():
         later = [name for name in names if name in keys]
         kept = next((name for name in names if name not in later), names[0])
-        found |= set(names) - {kept}
-    return found
+        results |= set(names) - {kept}
+    return results
 
 
 def _files(state: Mapping[str, Tensor], most: int) -> dict[str, list[str]]:

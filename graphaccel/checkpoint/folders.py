@@ -25,14 +25,14 @@ class CompleteCheckpoint:
 def complete(root: Path) -> list[CompleteCheckpoint]:
     """The complete checkpoints of a folder, the newest last. One whose manifest cannot be read is
     left out: `newest` raises for it."""
-    found = []
+    results = []
     for folder in _folders(root):
         if (folder / NAME).exists():
             try:
-                found.append(CompleteCheckpoint(folder, read_manifest(folder)))
+                results.append(CompleteCheckpoint(folder, read_manifest(folder)))
             except CheckpointDamaged:
                 continue
-    return sorted(found, key=lambda f: f.manifest.number)
+    return sorted(results, key=lambda f: f.manifest.number)
 
 
 def newest(root: Path) -> CompleteCheckpoint | None:
@@ -40,18 +40,18 @@ def newest(root: Path) -> CompleteCheckpoint | None:
 
     Raises CheckpointDamaged (GA413) where a manifest cannot be read: it may be the newest.
     """
-    found = complete(root)
-    known = {f.folder for f in found}
+    result = complete(root)
+    known = {f.folder for f in result}
     for folder in _folders(root):
         if (folder / NAME).exists() and folder not in known:
             try:
                 read_manifest(folder)
             except CheckpointDamaged as error:
-                before = str(found[-1].folder) if found else ""
+                before = str(result[-1].folder) if result else ""
                 raise CheckpointDamaged(
                     path=error.path, problems=error.problems, before=before
                 ) from None
-    return found[-1] if found else None
+    return result[-1] if result else None
 
 
 def open_step(root: Path, step: int) -> tuple[Path, int]:
@@ -64,23 +64,23 @@ def open_step(root: Path, step: int) -> tuple[Path, int]:
     for folder in _folders(root):
         if not (folder / NAME).exists():
             shutil.rmtree(folder)
-    found = complete(root)
+    result = complete(root)
     name, attempt = f"step-{step:08d}", 2
     folder = root / name
     while folder.exists():
         folder = root / f"{name}.{attempt}"
         attempt += 1
     folder.mkdir()
-    return folder, (found[-1].manifest.number if found else 0) + 1
+    return folder, (result[-1].manifest.number if result else 0) + 1
 
 
 def keep_last(root: Path, count: int | None) -> None:
     """Remove all but the newest `count` complete checkpoints; None keeps all."""
     if count is None:
         return
-    for found in complete(root)[:-count]:
-        (found.folder / NAME).unlink()  # first: half removed, it must not look complete
-        shutil.rmtree(found.folder)
+    for result in complete(root)[:-count]:
+        (result.folder / NAME).unlink()  # first: half removed, it must not look complete
+        shutil.rmtree(result.folder)
 
 
 def _folders(root: Path) -> Iterator[Path]:

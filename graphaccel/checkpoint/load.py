@@ -97,10 +97,10 @@ def load(
     if chosen is None:
         progress("loaded", f"{path} has no checkpoint: this run starts at step 0", 0.0)
         return Loaded()
-    found = together.here(lambda: _here(chosen, path), _failed(chosen))
-    values = _restore(found, contents, together)
-    progress("loaded", f"{found.folder}, step {found.manifest.step}", 0.0)
-    return Loaded(found.manifest.step, found.folder, values)
+    checkpoint = together.here(lambda: _here(chosen, path), _failed(chosen))
+    values = _restore(checkpoint, contents, together)
+    progress("loaded", f"{checkpoint.folder}, step {checkpoint.manifest.step}", 0.0)
+    return Loaded(checkpoint.manifest.step, checkpoint.folder, values)
 
 
 def _failed(path: Path) -> Callable[[int, str], GraphAccelError]:
@@ -116,8 +116,8 @@ def _chosen(path: Path) -> Path | None:
     if path.exists() and not path.is_dir():
         kinds = "a folder of checkpoints, a state dict (.pt) or safetensors"
         raise CheckpointDamaged(path=str(path), problems=(f"it is not {kinds}",))
-    found = newest(path)
-    return None if found is None else found.folder
+    checkpoint = newest(path)
+    return None if checkpoint is None else checkpoint.folder
 
 
 def _here(folder: Path, root: Path) -> CompleteCheckpoint:
@@ -146,21 +146,23 @@ def _here(folder: Path, root: Path) -> CompleteCheckpoint:
     return CompleteCheckpoint(folder, manifest)
 
 
-def _restore(found: CompleteCheckpoint, contents: Contents, together: Together) -> dict[str, Any]:
+def _restore(
+    checkpoint: CompleteCheckpoint, contents: Contents, together: Together
+) -> dict[str, Any]:
     """Load everything of one checkpoint; returns the plain values. Collective."""
-    fail = _failed(found.folder)
+    fail = _failed(checkpoint.folder)
 
     def read() -> tuple[Any, Any]:
-        state = load_values(found.folder / STATE)
-        rank = together.rank if together.rank < found.manifest.ranks else 0
-        random = load_values(found.folder / random_file(rank))
-        _check_state(found, state)
-        _check_fits(found, contents, state)
+        state = load_values(checkpoint.folder / STATE)
+        rank = together.rank if together.rank < checkpoint.manifest.ranks else 0
+        random = load_values(checkpoint.folder / random_file(rank))
+        _check_state(checkpoint, state)
+        _check_fits(checkpoint, contents, state)
         return state, random
 
     state, random = together.here(read, fail)
-    targets, states = _targets(found, contents)
-    reader = TrustedReader(found.folder)
+    targets, states = _targets(checkpoint, contents)
+    reader = TrustedReader(checkpoint.folder)
     with torch.no_grad():
         together.collective(lambda: load_tensors(targets, reader, together.group), fail)
     _set_states(contents, states, state["values"])
@@ -173,16 +175,18 @@ def _restore(found: CompleteCheckpoint, contents: Contents, together: Together) 
     return dict(state["more"])
 
 
-def _check_state(found: CompleteCheckpoint, state: Any) -> None:
+def _check_state(checkpoint: CompleteCheckpoint, state: Any) -> None:
     expected = ("groups", "values", "extra", "objects", "more")
     if not isinstance(state, dict) or not all(isinstance(state.get(k), dict) for k in expected):
         problem = "it is not the state of a run"
-        raise CheckpointDamaged(path=str(found.folder / STATE), problems=(problem,))
+        raise CheckpointDamaged(path=str(checkpoint.folder / STATE), problems=(problem,))
 
 
-def _check_fits(found: CompleteCheckpoint, contents: Contents, state: Mapping[str, Any]) -> None:
+def _check_fits(
+    checkpoint: CompleteCheckpoint, contents: Contents, state: Mapping[str, Any]
+) -> None:
     """Raise CheckpointDiffers (GA414) where names or shapes differ."""
-    saved = found.manifest.shapes
+    saved = checkpoint.manifest.shapes
     wanted = {name: (t.dtype, t.shape) for name, t in contents.weights().items()}
     models = tuple(f"{name}." for name in contents.models)
     of_states = tuple(f"{name}.state." for name in state["groups"])
@@ -203,7 +207,7 @@ def _check_fits(found: CompleteCheckpoint, contents: Contents, state: Mapping[st
     missing += [name for name in contents.objects if name not in state["objects"]]
     if missing or unexpected or changed:
         raise CheckpointDiffers(
-            path=str(found.folder),
+            path=str(checkpoint.folder),
             missing=tuple(missing),
             unexpected=tuple(unexpected),
             changed=tuple(changed),
@@ -218,16 +222,18 @@ def _other_groups(name: str, here: list[list[str]], groups: Any) -> list[str]:
     """How the parameter groups of an optimizer differ from the saved ones."""
     if len(groups) != len(here):
         return [f"{name} has {len(groups)} parameter groups, here {len(here)}"]
-    found = []
+    differences = []
     for number, (names, group) in enumerate(zip(here, groups, strict=True)):
         others = sorted(set(names) ^ set(group["params"]))
         if others or len(names) != len(group["params"]):
-            found.append(f"{name}: parameter group {number} has others: {', '.join(others[:5])}")
-    return found
+            differences.append(
+                f"{name}: parameter group {number} has others: {', '.join(others[:5])}"
+            )
+    return differences
 
 
 def _targets(
-    found: CompleteCheckpoint, contents: Contents
+    checkpoint: CompleteCheckpoint, contents: Contents
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, dict[str, Tensor]]]]:
     """Memory of this rank to read into, by the name in the checkpoint; that of optimizer state also
     by the names of optimizer, parameter and value."""
@@ -241,13 +247,13 @@ def _targets(
         prefix = f"{name}.state."
         parameters = contents.parameters(optimizer)
         states[name] = {}
-        for full, kind in found.manifest.shapes.items():
+        for full, kind in checkpoint.manifest.shapes.items():
             parameter, _, key = full.removeprefix(prefix).rpartition(".")
             if full.startswith(prefix) and parameter in parameters:
-                made = target(optimizer, parameters[parameter], key, kind, where)
-                if made is not None:
-                    targets[state_name(name, parameter, key)] = made
-                    states[name].setdefault(parameter, {})[key] = made
+                built = target(optimizer, parameters[parameter], key, kind, where)
+                if built is not None:
+                    targets[state_name(name, parameter, key)] = built
+                    states[name].setdefault(parameter, {})[key] = built
     return targets, states
 
 

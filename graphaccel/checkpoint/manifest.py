@@ -50,8 +50,8 @@ class Manifest:
     @property
     def shapes(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
         """Name → dtype and shape of every tensor."""
-        found = self.tensors.items()
-        return {name: (getattr(torch, kind), torch.Size(shape)) for name, (kind, shape) in found}
+        result = self.tensors.items()
+        return {name: (getattr(torch, kind), torch.Size(shape)) for name, (kind, shape) in result}
 
 
 def sync_folder(folder: Path) -> None:
@@ -70,8 +70,8 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / NAME
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return _checked(found)
+        result = json.loads(path.read_text(encoding="utf-8"))
+        return _checked(result)
     except RecursionError:
         problem = "it is nested too deeply"
     except (OSError, ValueError) as error:
@@ -91,28 +91,28 @@ def check_files(folder: Path, manifest: Manifest) -> tuple[str, ...]:
     return tuple(problems)
 
 
-def _checked(found: Any) -> Manifest:
+def _checked(result: Any) -> Manifest:
     """The manifest of parsed JSON. Raises ValueError."""
-    if not isinstance(found, dict):
+    if not isinstance(result, dict):
         raise ValueError("it is no JSON object")
-    if found.get("format") != FORMAT:
-        raise ValueError(f"format is {found.get('format')!r}, and {FORMAT} is read here")
+    if result.get("format") != FORMAT:
+        raise ValueError(f"format is {result.get('format')!r}, and {FORMAT} is read here")
     expected = {name for name in Manifest.__dataclass_fields__ if name != "plan"}
-    if missing := sorted(expected - set(found)):
+    if missing := sorted(expected - set(result)):
         raise ValueError(f"{missing[0]} is missing")
     for name in ("torch", "graphaccel"):
-        if not isinstance(found[name], str):
+        if not isinstance(result[name], str):
             raise ValueError(f"{name} is no text")
-    tensors, files = found["tensors"], found["files"]
+    tensors, files = result["tensors"], result["files"]
     if not isinstance(tensors, dict) or not isinstance(files, dict):
         raise ValueError("tensors and files are objects")
     return Manifest(
-        number=_count("number", found["number"]),
-        step=_count("step", found["step"]),
-        ranks=max(1, _count("ranks", found["ranks"])),
-        torch=found["torch"],
-        graphaccel=found["graphaccel"],
-        plan=found.get("plan"),
+        number=_count("number", result["number"]),
+        step=_count("step", result["step"]),
+        ranks=max(1, _count("ranks", result["ranks"])),
+        torch=result["torch"],
+        graphaccel=result["graphaccel"],
+        plan=result.get("plan"),
         tensors={name: _tensor(name, value) for name, value in tensors.items()},
         files={_plain(name): _count(name, size) for name, size in files.items()},
     )

@@ -191,7 +191,8 @@ def _copied(
     tensors = {name: tensor.detach() for name, tensor in held.items()}
     others = saver.together.each(lambda: plain, lambda _, cause: GraphMisuse(what=cause))
     merged = {
-        name: {k: v for found in reversed(others) for k, v in found[name].items()} for name in plain
+        name: {k: v for result in reversed(others) for k, v in result[name].items()}
+        for name in plain
     }
     session = contents.session
     scale = None if session is None else session.scale
@@ -209,10 +210,10 @@ def _copied(
 
 def _plain_file(state: Mapping[str, Any]) -> bytes:
     """The file of everything but tensors, once it is known that it can be loaded again."""
-    made = as_file(dict(state))
+    built = as_file(dict(state))
     try:
-        torch.load(io.BytesIO(made), weights_only=True)
-        return made
+        torch.load(io.BytesIO(built), weights_only=True)
+        return built
     except Exception as error:
         whole = error
     for kind in ("more", "objects", "extra", "values", "groups"):

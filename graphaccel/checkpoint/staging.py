@@ -24,19 +24,19 @@ class Staging:
 
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors with their memory on this rank copied; valid when this returns."""
-        made = {}
+        built = {}
         for name, tensor in tensors.items():
             if isinstance(tensor, DTensor):
-                made[name] = tensor.detach().clone()
+                built[name] = tensor.detach().clone()
             else:
-                made[name] = map_memory(tensor, lambda t, name=name: self._copied(name, t))
-        self._kept = {name: kept for name, kept in self._kept.items() if name in made}
+                built[name] = map_memory(tensor, lambda t, name=name: self._copied(name, t))
+        self._kept = {name: kept for name, kept in self._kept.items() if name in built}
         copies, self._copies = self._copies, []
         with ThreadPoolExecutor(_THREADS) as pool:  # one core does not use a host's bandwidth
             list(pool.map(lambda pair: pair[0].copy_(pair[1]), copies))
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()
-        return made
+        return built
 
     def _copied(self, name: str, tensor: Tensor) -> Tensor:
         kept = self._kept.get(name)

@@ -46,16 +46,16 @@ class StopRequest:
         if together.ranks == 1:
             return self.seen
         mine = torch.tensor([int(self.seen), step])
-        found = [torch.empty_like(mine) for _ in range(together.ranks)]
-        together.collective(lambda: dist.all_gather(found, mine, group=together.group))
-        others = [int(one[1]) for one in found]
+        results = [torch.empty_like(mine) for _ in range(together.ranks)]
+        together.collective(lambda: dist.all_gather(results, mine, group=together.group))
+        others = [int(one[1]) for one in results]
         if len(set(others)) > 1:
             odd = next(rank for rank, other in enumerate(others) if other != others[0])
             raise GraphMisuse(
                 what=f"rank 0 is at step {others[0]}, and rank {odd} at step {others[odd]}",
                 help_line="call save() in the same steps on every rank",
             )
-        return any(int(one[0]) for one in found)
+        return any(int(one[0]) for one in results)
 
 
 def end_stopped(step: int, folder: Path, rank: int) -> NoReturn:
@@ -69,8 +69,8 @@ def end_stopped(step: int, folder: Path, rank: int) -> NoReturn:
             f"graphaccel: asked to stop: step {step} is saved in {folder}; exit code {STOPPED}",
             file=sys.stderr,
         )
-    told = os.environ.get(STOPPED_FILE)
-    if told is None:
+    file_name = os.environ.get(STOPPED_FILE)
+    if file_name is None:
         sys.exit(STOPPED)
-    Path(told).touch()
+    Path(file_name).touch()
     sys.exit(0)  # the launcher has the exit code; another one would make it restart the ranks

@@ -51,9 +51,9 @@ class Together:
 
     def here(self, action: Callable[[], T], failed: Failed) -> T:
         """Run `action` on every rank; this rank's result. Raises as `each` does."""
-        made: list[T] = []
-        self.each(lambda: made.append(action()), failed)
-        return made[0]
+        built: list[T] = []
+        self.each(lambda: built.append(action()), failed)
+        return built[0]
 
     def first(self, action: Callable[[], T], failed: Failed) -> T:
         """Run `action` on rank 0; its result on every rank. Raises as `each` does."""

@@ -102,11 +102,11 @@ def _indexed(index: Path) -> list[Path]:
 def _of_file(path: Path) -> Weights:
     if path.suffix == _SAFE:
         return _of_safetensors(path)
-    found = load_values(path, lazily=True)
-    found = found.get("state_dict", found) if isinstance(found, dict) else found
-    if not isinstance(found, dict) or not all(isinstance(k, str) for k in found):
+    result = load_values(path, lazily=True)
+    result = result.get("state_dict", result) if isinstance(result, dict) else result
+    if not isinstance(result, dict) or not all(isinstance(k, str) for k in result):
         raise CheckpointDamaged(path=str(path), problems=("it is no state dict",))
-    tensors = {k: v for k, v in found.items() if isinstance(v, Tensor)}
+    tensors = {k: v for k, v in result.items() if isinstance(v, Tensor)}
     return Weights({k: (v.dtype, v.shape) for k, v in tensors.items()}, tensors.__getitem__)
 
 
@@ -179,8 +179,8 @@ def _names(kinds: Iterable[str], own: Iterable[str], model: nn.Module) -> dict[s
     ways: list[Callable[[str], str]] = [lambda name: name]
     if isinstance(prefix, str) and prefix:
         ways += [lambda name: f"{prefix}.{name}", lambda name: name.removeprefix(f"{prefix}.")]
-    found = [{n: way(n) for n in own if way(n) in there} for way in ways]
-    return max(found, key=len)
+    results = [{n: way(n) for n in own if way(n) in there} for way in ways]
+    return max(results, key=len)
 
 
 def tied_names(model: nn.Module) -> dict[str, list[str]]:
@@ -193,8 +193,8 @@ def tied_names(model: nn.Module) -> dict[str, list[str]]:
 
 def _ignored(model: nn.Module) -> list[str]:
     """Patterns of names that a Hugging Face model does not want from a file."""
-    found = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    return [pattern for pattern in found if isinstance(pattern, str)]
+    result = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return [pattern for pattern in result if isinstance(pattern, str)]
 
 
 def _any(patterns: Iterable[str], name: str) -> bool:

@@ -50,8 +50,8 @@ class Job:
 
     def failed(self, rank: int, cause: str) -> CheckpointNotSaved:
         """The error for what a rank failed with."""
-        found = complete(self.root)
-        return not_saved(self.root, self.step, rank, cause, found[-1].folder if found else None)
+        result = complete(self.root)
+        return not_saved(self.root, self.step, rank, cause, result[-1].folder if result else None)
 
     def open(self) -> tuple[Path, int]:
         """Create its folder; returns it and the checkpoint's number. Collective."""
@@ -116,9 +116,9 @@ def not_saved(
 
 def as_file(value: Any) -> bytes:
     """The bytes that `torch.save` writes for a value."""
-    made = io.BytesIO()
-    torch.save(value, made)
-    return made.getvalue()
+    built = io.BytesIO()
+    torch.save(value, built)
+    return built.getvalue()
 
 
 def _write_file(path: Path, content: bytes) -> None:

@@ -80,11 +80,11 @@ def _calibrate_ops(args: argparse.Namespace) -> int:
 
 def op_table(cluster: Cluster) -> str:
     """The measurements as text: each op, at how many sizes, and the best rate it reached."""
-    found: dict[str, list[OpTime]] = {}
+    results: dict[str, list[OpTime]] = {}
     for row in cluster.device.measured:
-        found.setdefault(row.op, []).append(row)
+        results.setdefault(row.op, []).append(row)
     rows = [("op", "sizes", "shortest", "longest", "best rate")]
-    for op, times in sorted(found.items(), key=lambda item: -sum(t.seconds for t in item[1])):
+    for op, times in sorted(results.items(), key=lambda item: -sum(t.seconds for t in item[1])):
         best = max(times, key=lambda t: (t.flops or t.bytes) / t.seconds)
         rate = (best.flops or best.bytes) / best.seconds / 1e9
         rows.append(
@@ -118,10 +118,10 @@ def region_costs(
     remaining ones gain what they promise (on one device: the programs of several wait for each
     other).
     """
-    found: list[Sequence[StageProgram]] = []
-    compiler.regions.watch(Tools(kernels, Sessions(), watch=found.append))
+    stage_programses: list[Sequence[StageProgram]] = []
+    compiler.regions.watch(Tools(kernels, Sessions(), watch=stage_programses.append))
     plan = compiler.choose(batch).plan
-    programs = found[-1]
+    programs = stage_programses[-1]
     costs = measure(programs, kernels, _ours, progress)
     while plan.devices == 1:
         wins = frozenset(c.key for c in costs if c.wins)

@@ -73,17 +73,17 @@ def measured(
         ).returncode
         if code:
             raise GraphMisuse(what=f"the calibrating run ended with exit code {code}")
-        found = json.loads(out.read_text())
-    ops = tuple(OpTime(**row) for row in found["ops"])
+        match = json.loads(out.read_text())
+    ops = tuple(OpTime(**row) for row in match["ops"])
     links = cluster.links
-    if found["rates"]:
-        rates = {kind: Collective(kind, *pair) for kind, pair in found["rates"].items()}
+    if match["rates"]:
+        rates = {kind: Collective(kind, *pair) for kind, pair in match["rates"].items()}
         whole, rows = rates["all-reduce"], tuple(rates[kind] for kind in COLLECTIVES)
         hop, bandwidth = whole.latency_seconds, whole.bandwidth
         links = (Link(links[0].name, hop, bandwidth, cluster.count, rows),)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    crowd = max(1.0, cluster.count * found["threads"] / (cores or 1))
-    device = replace(cluster.device, measured=ops, crowd=crowd, stands_for="")
+    oversubscription = max(1.0, cluster.count * match["threads"] / (cores or 1))
+    device = replace(cluster.device, measured=ops, crowd=oversubscription, stands_for="")
     return replace(cluster, device=device, links=links)
 
 
@@ -150,12 +150,12 @@ def _of_plan(args: argparse.Namespace, microbatches: int) -> dict[OpTime, float]
     handle: Any = model.graphaccel
     (program,) = handle.program.stages
     alone, total = _nodes(program, microbatches)
-    found = {row: seconds * whole / total for row, seconds in alone.items()}
+    results = {row: seconds * whole / total for row, seconds in alone.items()}
     if optimizer is not None and microbatches == 1:
         trained = [p for p in model.parameters() if p.requires_grad]
         size = sum(p.numel() * p.element_size() for p in trained)
-        found[OpTime(OPTIMIZER, bytes=size, count=len(trained))] = changing
-    return found
+        results[OpTime(OPTIMIZER, bytes=size, count=len(trained))] = changing
+    return results
 
 
 def _nodes(program: StageProgram, microbatches: int) -> tuple[dict[OpTime, float], float]:
@@ -176,11 +176,11 @@ def _nodes(program: StageProgram, microbatches: int) -> tuple[dict[OpTime, float
                 continue
             times[_row(work)].append((each, runs))
             total += runs * each * (node.target not in _SUMS)
-    found = {
+    results = {
         row: sum(seconds * runs for seconds, runs in each) / sum(runs for _, runs in each)
         for row, each in times.items()
     }
-    return found, total
+    return results, total
 
 
 def _row(work: Work) -> OpTime:
@@ -227,7 +227,7 @@ def _rates(world: int) -> dict[str, tuple[float, float]]:
         for kind, each in zip(calls, seconds, strict=True):
             hops = (2 if kind == "all-reduce" else 1) * (world - 1)
             rows[kind].append([hops / each, hops / world * size / each])
-    return {kind: _fitted(found) for kind, found in rows.items()}
+    return {kind: _fitted(match) for kind, match in rows.items()}
 
 
 def _collectives(data: torch.Tensor, world: int) -> dict[str, Callable[[], object]]:

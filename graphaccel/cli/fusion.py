@@ -62,9 +62,9 @@ def explain(file: Path, function: str | None) -> int:
     names = {n.name: module_path(n) for n in finder.nodes}
     rows = [("fusion", "found", "where; or the best partial match and where it stopped")]
     for fusion in everything:
-        found = places[fusion.name]
-        if found:
-            rows.append((fusion.name, str(len(found)), folded(found)))
+        result = places[fusion.name]
+        if result:
+            rows.append((fusion.name, str(len(result)), folded(result)))
         elif (near := finder.near.get(fusion.name)) is not None:
             inside = names.get(near.node) or "the model"
             said = (
@@ -91,12 +91,12 @@ def _chosen(name: str) -> list[Fusion]:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
-    found = [f for f in registered() if f.name not in before]
-    if not found:
+    results = [f for f in registered() if f.name not in before]
+    if not results:
         raise GraphMisuse(
             what=f"{name} defines no fusion", help_line="@graphaccel.fusion above a class"
         )
-    return found
+    return results
 
 
 def _new(name: str) -> int:
@@ -116,16 +116,17 @@ def _check(chosen: Sequence[Fusion]) -> int:
     wrong = 0
     for fusion in chosen:
         start = time.perf_counter()
-        found = check(fusion)
+        result = check(fusion)
         took = time.perf_counter() - start
         print(
-            f"{fusion.name}: {found.cases} calls against eager and float64, {found.patterns} "
-            f"patterns found, {found.negatives} negatives left alone, {found.indices} indices "
-            f"sharded: {'ok' if not found.faults else f'{len(found.faults)} FAULTS'} ({took:.1f} s)"
+            f"{fusion.name}: {result.cases} calls against eager and float64, {result.patterns} "
+            f"patterns found, {result.negatives} negatives left alone, {result.indices} indices "
+            f"sharded: {'ok' if not result.faults else f'{len(result.faults)} FAULTS'} "
+            f"({took:.1f} s)"
         )
-        for fault in found.faults:
+        for fault in result.faults:
             print(f"  {fault.what}\n      in {fault.case}")
-        wrong += bool(found.faults)
+        wrong += bool(result.faults)
     return 1 if wrong else 0
 
 
@@ -159,9 +160,9 @@ def _bench(chosen: Sequence[Fusion], out: Path | None) -> int:
         if fusion.rewrite is not None:
             print(f"{fusion.name}: calls of torch's own, nothing to time")
     if out is not None:
-        found = {"device": device, "copy": bandwidth, "rows": data}
+        results = {"device": device, "copy": bandwidth, "rows": data}
         with writing(out):
-            out.write_text(json.dumps(found, indent=1))
+            out.write_text(json.dumps(results, indent=1))
     return 0
 
 
@@ -189,15 +190,15 @@ def timings(
         "fused": lambda: tensors(op(*values.values()))[:outputs],
     }
     forward = {s: _time(_without_grad(call), device) for s, call in sides.items()}
-    found: dict[str, dict[str, Any]] = {
+    results: dict[str, dict[str, Any]] = {
         "forward": {**forward, "bytes": moved.forward, "inputs": given}
     }
     roots = [v for v in values.values() if isinstance(v, Tensor) and v.requires_grad]
     if roots:
         whole = {s: _time(_with_backward(call, roots), device) for s, call in sides.items()}
         both = moved.forward + moved.backward
-        found["forward and backward"] = {**whole, "bytes": both, "inputs": given}
-    return found
+        results["forward and backward"] = {**whole, "bytes": both, "inputs": given}
+    return results
 
 
 def _without_grad(call: Callable[[], Any]) -> Callable[[], Any]:
@@ -210,9 +211,9 @@ def _without_grad(call: Callable[[], Any]) -> Callable[[], Any]:
 
 def _with_backward(call: Callable[[], Any], roots: Sequence[Tensor]) -> Callable[[], Any]:
     def run_once() -> None:
-        made = [t for t in tensors(call()) if t.grad_fn is not None]
+        built = [t for t in tensors(call()) if t.grad_fn is not None]
         # Without accumulating into `.grad`, which would read and write it in addition.
-        torch.autograd.grad(made, roots, [torch.ones_like(t) for t in made], allow_unused=True)
+        torch.autograd.grad(built, roots, [torch.ones_like(t) for t in built], allow_unused=True)
 
     return run_once
 

@@ -56,8 +56,8 @@ class _Calls(nn.Module):
 
     def forward(self, *given: Tensor) -> Tensor:
         values = dict(zip(self._names, given, strict=True))
-        made = tensors(self._pattern(**values, **self._numbers))
-        return torch.stack([m.sum().float() * self.scale for m in made]).sum()
+        built = tensors(self._pattern(**values, **self._numbers))
+        return torch.stack([m.sum().float() * self.scale for m in built]).sum()
 
 
 def _step(fusion: Fusion, pattern: Function, dtype: torch.dtype) -> StepGraph:
@@ -80,7 +80,7 @@ def check_patterns(
     """Each pattern is matched once, in every dtype; no negative is; fusing twice changes nothing
     more."""
     faults = []
-    found = 0
+    total = 0
     plan = Plan(1, fusions=(fusion.name,))
     for i, pattern in enumerate(fusion.patterns):
         for dtype in dtypes:
@@ -92,7 +92,7 @@ def check_patterns(
                 why = f"{near.matched} of {near.size} calls, {near.reason}" if near else "no start"
                 faults.append(Fault(f"it does not find its own pattern: {why}", case))
                 continue
-            found += 1
+            total += 1
             once = fuse(step, plan)
             if fuse(once, plan).text() != once.text():
                 faults.append(Fault("fused twice, the graph changes again", case))
@@ -100,7 +100,7 @@ def check_patterns(
         _, sites = find_sites(_step(fusion, pattern, torch.float32), (fusion,))
         if sites:
             faults.append(Fault("it matches what it must not", f"negative {i}"))
-    return found, len(fusion.negatives), tuple(faults)
+    return total, len(fusion.negatives), tuple(faults)
 
 
 def check_rule(fusion: Fusion) -> tuple[int, tuple[Fault, ...]]:

@@ -64,15 +64,19 @@ def job_of_function(file: Path, name: str) -> Job:
                 raise GraphMisuse(
                     what=f"{file} has no function `{name}`", help_line=f"def {name}(): {form}"
                 )
-            made = function()
+            built = function()
         finally:
             del sys.modules[module_name]
-    if not isinstance(made, tuple) or not 2 <= len(made) <= 5 or not isinstance(made[0], nn.Module):
+    if (
+        not isinstance(built, tuple)
+        or not 2 <= len(built) <= 5
+        or not isinstance(built[0], nn.Module)
+    ):
         raise GraphMisuse(
-            what=f"{file}:{name} returned {_described(made)}, not a model and its example batch",
+            what=f"{file}:{name} returned {_described(built)}, not a model and its example batch",
             help_line=form,
         )
-    given: tuple[Any, ...] = (*made, None, None, None)[:5]
+    given: tuple[Any, ...] = (*built, None, None, None)[:5]
     model, example, loss_fn, optimizer, batch_dims = given
     check_job(model, optimizer, {}, loss_fn)
     check_batch_dims(batch_dims)
@@ -105,10 +109,10 @@ def job_of_script(file: Path) -> Job:
     return Job(model, batch, request.loss_fn, request.optimizer, request.pins, request.batch_dims)
 
 
-def _described(made: Any) -> str:
-    if isinstance(made, tuple):
-        return f"({', '.join(type(x).__name__ for x in made)})"
-    return f"a {type(made).__name__}"
+def _described(built: Any) -> str:
+    if isinstance(built, tuple):
+        return f"({', '.join(type(x).__name__ for x in built)})"
+    return f"a {type(built).__name__}"
 
 
 @contextmanager

@@ -73,16 +73,16 @@ def measure(
         ).returncode
         if code:
             raise GraphMisuse(what=f"the measured run ended with exit code {code}")
-        found = json.loads(out.read_text())
+        result = json.loads(out.read_text())
     return Measured(
         steps=steps,
-        seconds=statistics.median(found["seconds"]),
-        fastest=min(found["seconds"]),
-        slowest=max(found["seconds"]),
-        memory=tuple(found["memory"]),
-        host=tuple(found["host"]),
+        seconds=statistics.median(result["seconds"]),
+        fastest=min(result["seconds"]),
+        slowest=max(result["seconds"]),
+        memory=tuple(result["memory"]),
+        host=tuple(result["host"]),
         where=_machine(plan.devices),
-        optimizer=statistics.median(found["optimizer"]),
+        optimizer=statistics.median(result["optimizer"]),
     )
 
 
@@ -140,14 +140,14 @@ def random_batch(batch: Batch) -> Batch:
     device = device if torch.cuda.is_available() else torch.device("cpu")
     generator = torch.Generator().manual_seed(0)
 
-    def made(leaf: Any) -> Any:
+    def built(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         if leaf.is_floating_point():
             return torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype).to(device)
         return torch.zeros_like(leaf, device=device) if leaf.is_meta else leaf.to(device)
 
-    return Batch(tuple(made(leaf) for leaf in batch.leaves), batch.names, batch.spec)
+    return Batch(tuple(built(leaf) for leaf in batch.leaves), batch.names, batch.spec)
 
 
 def _work(args: argparse.Namespace) -> None:

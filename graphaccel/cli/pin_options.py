@@ -39,21 +39,23 @@ def pins_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def pin_pairs(text: str) -> dict[str, Any]:
     """{"pipeline": 4, "recompute": ("h.0", "h.1")} from "pipeline=4,recompute=h.0+h.1"."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for part in text.split(","):
         name, equals, value = (piece.strip() for piece in part.partition("="))
         if not (name and equals and value):
             raise argparse.ArgumentTypeError(f"{part!r} is not like pipeline=4")
-        if name in found:
+        if name in results:
             raise argparse.ArgumentTypeError(f"{name} is there twice in {text!r}")
         pin = PINS.get(name)
         if pin is not None and pin.kind in ("names", "word or names"):
-            found[name] = _reader(pin)(value.replace("+", ","))
+            results[name] = _reader(pin)(value.replace("+", ","))
         elif pin is not None and pin.kind == "bytes":
-            found[name] = byte_count(value)
+            results[name] = byte_count(value)
         else:
-            found[name] = int(value) if value.lstrip("-").isdecimal() else _WORDS.get(value, value)
-    return found
+            results[name] = (
+                int(value) if value.lstrip("-").isdecimal() else _WORDS.get(value, value)
+            )
+    return results
 
 
 def _settings(pin: Pin) -> dict[str, Any]:

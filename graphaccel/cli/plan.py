@@ -90,16 +90,16 @@ def plan_command(args: argparse.Namespace) -> int:
         if incumbent is None:
             raise
         plan = incumbent
-    found = _PlannedJob(args, job, where, compiler, record, plan, program)
+    result = _PlannedJob(args, job, where, compiler, record, plan, program)
     if args.export is not None:
-        found = _sayable(found, args.export, pins)
-        plan, program = found.plan, found.program
+        result = _sayable(result, args.export, pins)
+        plan, program = result.plan, result.program
     written = _save(args, plan)
-    facts, problem = _with_extras(found)
+    facts, problem = _with_extras(result)
     try:
         _show(args, facts)
     finally:  # also for a plan that another system cannot run
-        _say((*written, *_write(found, facts)), args)
+        _say((*written, *_write(result, facts)), args)
     if problem is not None:
         raise problem
     return 0 if program is not None else INTERRUPTED
@@ -177,16 +177,16 @@ class _PlannedJob:
         record, plan = self.record, self.plan
         assert record.problem is not None
         assert record.outcome is not None
-        found = [record.outcome]
-        if self.program is not None and found[0].tally.candidates <= _DRAWN:
-            found = [  # also those without offload, where that was not asked for
+        results = [record.outcome]
+        if self.program is not None and results[0].tally.candidates <= _DRAWN:
+            results = [  # also those without offload, where that was not asked for
                 solve_all(record.problem, replace(record.pins, spared=spared), record.batch,
                           prune=False, build=False)
                 for spared in dict.fromkeys((plan.offload, ()))
                 if record.pins.offload is None or spared == plan.offload
             ]  # fmt: skip
         # plans that fit come with the times of their simulated schedule
-        plans = [plan for one in found for plan in (*one.seen, *one.fitting)]
+        plans = [plan for one in results for plan in (*one.seen, *one.fitting)]
         return replace(facts, candidates=points(plans, plan, self.cluster))
 
     def explained(self, facts: Facts) -> Facts:
@@ -228,8 +228,8 @@ class _PlannedJob:
             return self.compiler.with_pins(pins).choose(self.job.batch).plan
 
         def answer(facts: Facts) -> Facts:
-            found = whatif.why_not(self.record, self.plan, asked, replan)
-            return replace(facts, answers=(*facts.answers, found))
+            result = whatif.why_not(self.record, self.plan, asked, replan)
+            return replace(facts, answers=(*facts.answers, result))
 
         return answer
 
@@ -250,38 +250,38 @@ class _PlannedJob:
             yield "--measure", None if ended else self.measured
 
 
-def _sayable(found: _PlannedJob, target: str, pins: Mapping[str, object]) -> _PlannedJob:
+def _sayable(planned_job: _PlannedJob, target: str, pins: Mapping[str, object]) -> _PlannedJob:
     """The plan, or one that `target` can express: for a decision that it cannot, plan again with
     each value that it can, and take the fastest, until all can be expressed. Nothing in `pins` is
     changed; a plan with a decision that cannot be replaced stays as it is, to be refused."""
-    best, decided = found, dict(pins)
+    best, decided = planned_job, dict(pins)
     while best.program is not None and (left := refusals(best.facts(), target)):
         choices = [one.instead for one in left]
         if any(not each or any(decided.get(name) is not None for name, _ in each)
                for each in choices):  # fmt: skip
-            return found
+            return planned_job
         start = time.perf_counter()
         try:
             tried = [(choice, best.with_pins(decided | dict([choice]))) for choice in choices[0]]
         except KeyboardInterrupt:  # the plan itself is saved, if that was asked for
-            return found
+            return planned_job
         fitting = [(choice, one) for choice, one in tried if one is not None]
         if not fitting:
-            return found
+            return planned_job
         (name, value), best = min(fitting, key=lambda each: each[1].seconds)
         decided[name] = value
         pin = f"--{name.replace('_', '-')} {str(value).lower()}"
-        said = f"{pin}, as {target} has it: {best.seconds / found.seconds:.2f} x the time"
+        said = f"{pin}, as {target} has it: {best.seconds / planned_job.seconds:.2f} x the time"
         progress("export", said, time.perf_counter() - start)
     return best
 
 
-def _with_extras(found: _PlannedJob) -> tuple[Facts, BaseException | None]:
+def _with_extras(planned_job: _PlannedJob) -> tuple[Facts, BaseException | None]:
     """All facts that the requested outputs need, and what stopped them from being complete: the
     plan that was found is shown in any case."""
-    facts, left = found.facts(), []
+    facts, left = planned_job.facts(), []
     problem: BaseException | None = None
-    for what, extra in found.extras():
+    for what, extra in planned_job.extras():
         if extra is None or problem is not None:
             left.append(what)
             continue
@@ -317,16 +317,16 @@ def _save(args: argparse.Namespace, plan: Plan) -> list[str]:
     return [f"{args.json}: {use}"]
 
 
-def _write(found: _PlannedJob, facts: Facts) -> Iterator[str]:
+def _write(planned_job: _PlannedJob, facts: Facts) -> Iterator[str]:
     """Write the other files that were asked for, with a line for each."""
-    args = found.args
+    args = planned_job.args
     if args.save_cluster is not None:
         with writing(args.save_cluster):
-            write_cluster(found.where, args.save_cluster)
+            write_cluster(planned_job.where, args.save_cluster)
         yield f"{args.save_cluster}: plan for it with  --cluster {args.save_cluster}"
     if args.refine is not None and facts.measured is not None:
         with writing(args.refine):
-            write_cluster(found.with_measured(facts), args.refine)
+            write_cluster(planned_job.with_measured(facts), args.refine)
         yield f"{args.refine}: predicted by this step are plans with  --cluster {args.refine}"
     if args.html is not None:
         with writing(args.html):

@@ -148,12 +148,12 @@ class Captures:
 
     def _fitting_steps(self, batch: Batch, training: bool) -> list[tuple[StepGraph, dict]]:
         """Steps that fit the batch's signature, the latest first."""
-        found = []
+        results = []
         for (signature, *_), step in reversed(self.steps.items()):
             sizes = self._fitting(step, batch, training)
             if sizes is not None and _same_values(signature, batch.signature()):
-                found.append((step, sizes))
-        return found
+                results.append((step, sizes))
+        return results
 
     def _captured(
         self, batch: Batch, training: bool, others: Sequence[StepGraph], *, symbolic: bool
@@ -194,10 +194,10 @@ class Captures:
         """Whether a forward with tensors in place of numbers computes the same as with numbers."""
         graphs = []
         for numbers in (names, ()):
-            model, made = self._faked(batch, training, observed, numbers)
+            model, built = self._faked(batch, training, observed, numbers)
             try:
                 with self._capturing():
-                    graphs.append(export_forward(model, made, self.model.loss_fn))
+                    graphs.append(export_forward(model, built, self.model.loss_fn))
             except GraphAccelError:
                 return False
         return same_but_numbers(graphs[1], graphs[0], set(names))
@@ -223,9 +223,9 @@ class Captures:
         raise too_many(change, MOST)
 
     def _capture(
-        self, model: nn.Module, made: Batch, training: bool, *, many: int | None, symbolic: bool
+        self, model: nn.Module, built: Batch, training: bool, *, many: int | None, symbolic: bool
     ) -> StepGraph:
-        given = self.given_dims(made)
+        given = self.given_dims(built)
         splits = self.splits if training else None
 
         def captured(batch: Batch) -> StepGraph:
@@ -233,16 +233,16 @@ class Captures:
             return capture(model, batch, self.model.loss_fn, **asked)
 
         with self._capturing():
-            step = capture_apart(captured, made, given) if symbolic else captured(made)
+            step = capture_apart(captured, built, given) if symbolic else captured(built)
         if step.has_loss and training:
             _refuse_tracked(step)
             _refuse_without_gradient(step)
         return step
 
     def _observed(self, batch: Batch, training: bool) -> Observed:
-        made = self._faked(batch, training)[1]
+        built = self._faked(batch, training)[1]
         with self._capturing():
-            return observe(partial(self._fresh, training), made, self.model.loss_fn, MANY)
+            return observe(partial(self._fresh, training), built, self.model.loss_fn, MANY)
 
     @contextmanager
     def _capturing(self) -> Iterator[None]:
@@ -310,8 +310,8 @@ class Captures:
             state = tuple(torch.empty((), dtype=torch.float64) for _ in numbers)
         put = None
         if observed is not None and numbers:
-            found = places(model, observed.reads)
-            put = partial(as_inputs, [found[name] for name in numbers])
+            result = places(model, observed.reads)
+            put = partial(as_inputs, [result[name] for name in numbers])
         names = (*batch.names, *numbers)
         return model, replace(batch, leaves=(*leaves, *state), names=names, numbers=put)
 

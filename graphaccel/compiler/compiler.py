@@ -220,8 +220,10 @@ class Compiler:
     ) -> LocalGraph:
         """The step as a device of a plan runs it."""
         plan = replace(plan, fusions=self._fusions(plan), rates=rates_of(cluster, plan))
-        made = prepared(step, plan)
-        return LocalGraph(made) if plan.model_parallel_size == 1 else localised(made, plan, sizes)
+        result = prepared(step, plan)
+        return (
+            LocalGraph(result) if plan.model_parallel_size == 1 else localised(result, plan, sizes)
+        )
 
     def cluster_for(self, step: StepGraph, sizes: Mapping | None = None) -> Cluster:
         """The cluster, its rates corrected by measured steps of this model, where it has some."""

@@ -72,24 +72,24 @@ class Completed:
 
     def leaves(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
         """The leaves of the batch, each with its first row repeated up to `size`, and marked."""
-        made = list(leaves)
+        built = list(leaves)
         for leaf, dim in self.step.batch_dims.items():
-            tensor = made[leaf]
+            tensor = built[leaf]
             more = self.size - tensor.shape[dim]
             added = tensor.detach().narrow(dim, 0, 1)
             if leaf == self.rows.leaf:
                 added = torch.full_like(added, self.rows.value)
             whole = torch.cat([tensor, added.repeat_interleave(more, dim)], dim)
-            made[leaf] = whole
-        return tuple(made)
+            built[leaf] = whole
+        return tuple(built)
 
     def cut(self, outputs: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Output leaves without the ignored rows."""
-        made = dict(outputs)
+        built = dict(outputs)
         for leaf, (dim, size) in self.rows.outputs.items():
-            if leaf in made:
-                made[leaf] = made[leaf].narrow(dim, 0, int(evaluate(size, self.sizes)))
-        return made
+            if leaf in built:
+                built[leaf] = built[leaf].narrow(dim, 0, int(evaluate(size, self.sizes)))
+        return built
 
 
 def completed(
@@ -110,17 +110,17 @@ def completed(
         return None
     wanted = plan.batch if size < plan.batch else -(-size // parts) * parts
     step = captured(resized(batch, dims, wanted))
-    found = ignored_rows(step)
-    if isinstance(found, str):
+    result = ignored_rows(step)
+    if isinstance(result, str):
         raise BatchNotDivisible(
             batch=size,
             microbatches=plan.microbatches,
             data=plan.data,
             allowed=tuple(n for n in range(1, size + 1) if size % (n * plan.data) == 0),
-            reason=found,
+            reason=result,
         )
     sizes = {BATCH: size, SEQUENCE: sequence_leaves(batch, dims)[0]}
-    return Completed(step, found, wanted, sizes)
+    return Completed(step, result, wanted, sizes)
 
 
 def with_rows(batch: Batch, more: Completed) -> Batch:
@@ -139,8 +139,8 @@ def _find(step: StepGraph) -> IgnoredRows | str:
     if placed.conflicts or placed.head:
         return "it has an op that needs all examples at once"
     if not step.has_loss:
-        found = _outputs(step, _follow(step, placed, None, 0.0))
-        return found if isinstance(found, str) else IgnoredRows(None, 0.0, found)
+        result = _outputs(step, _follow(step, placed, None, 0.0))
+        return result if isinstance(result, str) else IgnoredRows(None, 0.0, result)
     reason = "its loss has no input that marks a row as ignored"
     for leaf, value in _candidates(step):
         states = _follow(step, placed, leaf, value)
@@ -149,10 +149,10 @@ def _find(step: StepGraph) -> IgnoredRows | str:
         )
         if states[loss].kind != "clean":
             continue
-        found = _outputs(step, states)
-        if not isinstance(found, str):
-            return IgnoredRows(leaf, value, found)
-        reason = found
+        result = _outputs(step, states)
+        if not isinstance(result, str):
+            return IgnoredRows(leaf, value, result)
+        reason = result
     return reason
 
 
@@ -175,7 +175,7 @@ def _candidates(step: StepGraph) -> Iterator[tuple[int, float]]:
 
 def _outputs(step: StepGraph, states: Mapping[fx.Node, _State]) -> dict[int, tuple[int, Any]] | str:
     """The dims of the model's outputs that have rows, or which result depends on all rows."""
-    found: dict[int, tuple[int, Any]] = {}
+    results: dict[int, tuple[int, Any]] = {}
     for spec, node in zip(step.outputs, returned(step.graph), strict=True):
         if spec.kind not in ("output", "buffer") or not isinstance(node, fx.Node):
             continue
@@ -187,8 +187,8 @@ def _outputs(step: StepGraph, states: Mapping[fx.Node, _State]) -> dict[int, tup
             return f"its buffer {spec.name} depends on every row"
         if state.kind == "mixed" or not isinstance(dim, int):
             return f"its output {spec.leaf} depends on every row"
-        found[spec.leaf] = dim, node.meta["dims"][dim]
-    return found
+        results[spec.leaf] = dim, node.meta["dims"][dim]
+    return results
 
 
 class _State(NamedTuple):

@@ -39,11 +39,11 @@ class _Table:
     rows: int
     location: Location | None
 
-    def refuse(self, given: str, found: int) -> None:
+    def refuse(self, given: str, result: int) -> None:
         """Raises GraphMisuse (GA407) for an index that is not one of a row."""
-        if not 0 <= found < self.rows:
+        if not 0 <= result < self.rows:
             raise GraphMisuse(
-                what=f"{given} {found}, and `{self.name}` has rows 0 to {self.rows - 1}",
+                what=f"{given} {result}, and `{self.name}` has rows 0 to {self.rows - 1}",
                 location=self.location,
                 help_line="give the table more rows, or leave such a batch out",
             )
@@ -60,8 +60,8 @@ def check_indices(step: StepGraph, batch: Batch) -> None:
         if not isinstance(tensor, torch.Tensor) or tensor.dtype not in (torch.int64, torch.int32):
             continue
         if tensor.device.type == "cpu" and tensor.numel():
-            for found in tensor.aminmax():
-                table.refuse(f"`{name}` holds", int(found))
+            for result in tensor.aminmax():
+                table.refuse(f"`{name}` holds", int(result))
 
 
 def check_positions(step: StepGraph, sizes: Mapping[sympy.Symbol, int]) -> None:
@@ -73,8 +73,8 @@ def check_positions(step: StepGraph, sizes: Mapping[sympy.Symbol, int]) -> None:
     for node, table in _lookups(few):
         index = _value(node.args[1], {**few.sizes, **sizes}, {})  # type: ignore[arg-type]
         if index is not None and index.numel():
-            for found in index.aminmax():
-                table.refuse("a sequence of this batch has the position", int(found))
+            for result in index.aminmax():
+                table.refuse("a sequence of this batch has the position", int(result))
 
 
 def shape_changed(step: StepGraph, batch: Batch) -> BatchChanged | None:
@@ -121,7 +121,7 @@ def _smallest_tables(step: StepGraph) -> dict[str, _Table]:
 def _lookups(step: StepGraph) -> list[tuple[fx.Node, _Table]]:
     """Embeddings of the forward whose table is a parameter or a buffer."""
     specs = dict(zip(step.graph.graph.find_nodes(op="placeholder"), step.inputs, strict=True))
-    found = []
+    results = []
     for node in step.graph.graph.find_nodes(
         op="call_function", target=aten.embedding.default, sort=True
     ):
@@ -129,8 +129,10 @@ def _lookups(step: StepGraph) -> list[tuple[fx.Node, _Table]]:
         if node.meta.get("phase") == "forward" and spec is not None:
             line = node.meta.get("location")
             rows = int(node.all_input_nodes[0].meta["dims"][0])
-            found.append((node, _Table(spec.name, rows, None if line is None else Location(*line))))
-    return found
+            results.append(
+                (node, _Table(spec.name, rows, None if line is None else Location(*line)))
+            )
+    return results
 
 
 def _is_known(node: fx.Node) -> bool:

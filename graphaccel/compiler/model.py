@@ -92,8 +92,8 @@ def model_of(
     batch_dims: BatchDims = None,
 ) -> Model:
     """The model for devices of a type ("cpu" or "cuda"), with what its optimizer needs."""
-    state, made = optimizer_bytes(optimizer), optimizer_memory_of(optimizer, device_type)
-    return Model(module, loss_fn, state, shardable, made, batch_dims)
+    state, result = optimizer_bytes(optimizer), optimizer_memory_of(optimizer, device_type)
+    return Model(module, loss_fn, state, shardable, result, batch_dims)
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:
@@ -125,9 +125,9 @@ def check_supported(module: nn.Module) -> None:
             )
         devices.add(tensor.device)
     if len(devices) > 1:
-        found = ", ".join(sorted(map(str, devices)))
+        result = ", ".join(sorted(map(str, devices)))
         raise Unsupported(
-            what=f"a model that lies on several devices ({found})",
+            what=f"a model that lies on several devices ({result})",
             reason="the plan decides where parameters lie",
             help_line="model.to('cpu') before graphaccel.optimize",
         )
@@ -184,29 +184,29 @@ def without_data(module: nn.Module) -> nn.Module:
     for buffer in module.buffers():
         memory[memory_of(buffer)] = known[id(buffer)] = _fake(buffer.detach(), mode)
     _know_others(module, known, memory)
-    made = copied(module, known, module.modules())
-    for hooks in (made._forward_hooks, made._forward_pre_hooks):
+    result = copied(module, known, module.modules())
+    for hooks in (result._forward_hooks, result._forward_pre_hooks):
         hooks.clear()  # they run when the script calls its own model
-    return made
+    return result
 
 
-def with_data(made: nn.Module, tensors: Mapping[int, torch.Tensor]) -> nn.Module:
+def with_data(result: nn.Module, tensors: Mapping[int, torch.Tensor]) -> nn.Module:
     """A copy of a model of `without_data` that has data. tensors: values by the id of each
     parameter and buffer of it."""
     known: dict[int, Any] = {}
-    for parameter in made.parameters():
+    for parameter in result.parameters():
         value = tensors[id(parameter)]
         known[id(parameter)] = nn.Parameter(value, parameter.requires_grad)
-    known |= {id(buffer): tensors[id(buffer)] for buffer in made.buffers()}
-    return copied(made, known, made.modules())
+    known |= {id(buffer): tensors[id(buffer)] for buffer in result.buffers()}
+    return copied(result, known, result.modules())
 
 
-def follow_attributes(made: nn.Module, module: nn.Module) -> None:
+def follow_attributes(result: nn.Module, module: nn.Module) -> None:
     """Give a copy of `without_data` the Python attributes that its original has now."""
-    copies = dict(made.named_modules())
+    copies = dict(result.named_modules())
     originals = {name: m for name, m in module.named_modules() if name in copies}
     known: dict[int, Any] = {id(m): copies[name] for name, m in originals.items()}
-    fakes = dict(_tensors(made))
+    fakes = dict(_tensors(result))
     memory: dict[int, torch.Tensor] = {}
     for name, tensor in _tensors(module):
         if name in fakes:

@@ -41,21 +41,21 @@ def tried_step(optimizer: Optimizer, device_type: str) -> Tried | None:
     """
     if not type(optimizer).__module__.startswith("torch.optim"):
         return None
-    found = []
+    results = []
     for group in optimizer.param_groups:
         settings = {k: v for k, v in group.items() if k != "params"}
         if device_type == "cuda" and not settings.get("fused") and settings.get("foreach") is None:
             settings["foreach"] = "foreach" in settings or None
         try:
-            found.append(_of_group(optimizer, settings))
+            results.append(_of_group(optimizer, settings))
         except Exception:  # the optimizer may raise anything
             return None
     return Tried(
-        max(one.state for one in found),
+        max(one.state for one in results),
         OptimizerMemory(
-            max(one.stepping.together for one in found),
-            max(one.stepping.each for one in found),
-            max(one.stepping.before for one in found),
+            max(one.stepping.together for one in results),
+            max(one.stepping.each for one in results),
+            max(one.stepping.before for one in results),
         ),
     )
 
@@ -65,8 +65,8 @@ def optimizer_memory_of(optimizer: Optimizer | None, device_type: str) -> Optimi
     tried, one copy of all that it steps."""
     if optimizer is None:
         return OptimizerMemory()
-    found = tried_step(optimizer, device_type)
-    return _UNKNOWN if found is None else found.stepping
+    result = tried_step(optimizer, device_type)
+    return _UNKNOWN if result is None else result.stepping
 
 
 def _of_group(optimizer: Optimizer, settings: dict[str, Any]) -> Tried:
@@ -84,24 +84,24 @@ def _step(optimizer: Optimizer, settings: dict[str, Any], count: int) -> tuple[i
         params = [nn.Parameter(torch.ones(_SIDE, _SIDE)) for _ in range(count)]
     for p in params:
         p.grad = torch.ones_like(p)
-    made = _copy(optimizer, {**settings, "params": params})
+    built = _copy(optimizer, {**settings, "params": params})
     start = [*params, *(p.grad for p in params if p.grad is not None)]
     with PeakMeter(resident=start) as meter:
         before = meter.current
-        made.step()
+        built.step()
         state = meter.current - before
         most = meter.peak - meter.current
         meter.reset_peak()
-        made.step()
+        built.step()
         most = max(most, meter.peak - meter.current)
     return state, most
 
 
 def _copy(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:
     kind = type(optimizer)
-    made = kind.__new__(kind)
-    vars(made).update({k: v for k, v in vars(optimizer).items() if k != "step"})
-    made.param_groups, made.state = [group], defaultdict(dict)
+    built = kind.__new__(kind)
+    vars(built).update({k: v for k, v in vars(optimizer).items() if k != "step"})
+    built.param_groups, built.state = [group], defaultdict(dict)
     for name in _HOOKS:
-        setattr(made, name, OrderedDict())
-    return made
+        setattr(built, name, OrderedDict())
+    return built

@@ -100,8 +100,8 @@ class _Trial:
             for part in range(self.parts):
                 size = at[BATCH] if self.parts > 1 else None
                 values = _inputs(self.step, self.held, self.batch, part, size, device)
-                found = self._run(routes, values, alone.batch, device)
-                for (block, count), experts in zip(chosen, found, strict=True):
+                result = self._run(routes, values, alone.batch, device)
+                for (block, count), experts in zip(chosen, result, strict=True):
                     if count % plan.expert:
                         continue  # these experts are not sharded
                     rows = torch.bincount(experts.flatten(), minlength=count).cpu()
@@ -188,8 +188,8 @@ def fullest(chosen: tuple[Chosen, ...], blocks: Collection[str]) -> tuple[Share,
         return (even,)
     places = [(d, e) for d, row in enumerate(own[0]) for e in range(len(row))]
     most = (sum, max)
-    found = [max(places, key=lambda at: of([s[at[0]][at[1]] for s in own])) for of in most]
-    return tuple(share_of(chosen, *place) for place in dict.fromkeys(found))
+    results = [max(places, key=lambda at: of([s[at[0]][at[1]] for s in own])) for of in most]
+    return tuple(share_of(chosen, *place) for place in dict.fromkeys(results))
 
 
 def fullest_memory(
@@ -205,8 +205,8 @@ def fullest_memory(
         own = {action.stage for action in schedule[rank]}
         names = (n for stage in program.stages if stage.stage in own for n in stage.parameters)
         shares = fullest(chosen, {block_of(name) for name in names})
-    found = [(rank_memory(program, schedule, rank, resident, chosen=s), s) for s in shares]
-    return max(found, key=lambda pair: pair[0].peak)
+    results = [(rank_memory(program, schedule, rank, resident, chosen=s), s) for s in shares]
+    return max(results, key=lambda pair: pair[0].peak)
 
 
 def _interpreted(graph: fx.GraphModule, values: Sequence[Any]) -> tuple[torch.Tensor, ...]:
@@ -224,9 +224,9 @@ def _routes(graph: fx.GraphModule) -> tuple[fx.GraphModule, list[tuple[str, int]
             assert isinstance(experts, fx.Node)
             assert isinstance(count, int)
             routes.setdefault(experts, (block_of(node.meta.get("module", "")), count))
-    made = fx.Graph()
+    built = fx.Graph()
     known: dict[fx.Node, fx.Node] = {}
-    made.graph_copy(graph.graph, known)
-    made.output(tuple(known[node] for node in routes))
-    made.eliminate_dead_code()
-    return graph_module({}, made), list(routes.values())
+    built.graph_copy(graph.graph, known)
+    built.output(tuple(known[node] for node in routes))
+    built.eliminate_dead_code()
+    return graph_module({}, built), list(routes.values())

@@ -70,15 +70,15 @@ def _repeated(
     """Shard few layers, and unfold the result."""
     few = step.repeats
     assert few is not None
-    made = over_few(few, lambda each, transfer: _localised(each, plan, sizes, drafts, transfer))
-    if any(each.guessed for each in made):
+    built = over_few(few, lambda each, transfer: _localised(each, plan, sizes, drafts, transfer))
+    if any(each.guessed for each in built):
         raise NotRepeated("some calls are not placed exactly")
-    short, *longer = (each.step for each in made)
+    short, *longer = (each.step for each in built)
     local = replace(
         step, graph=short.graph, sizes=short.sizes,
         repeats=replace(few, short=short, longer=tuple(longer)),
     )  # fmt: skip
-    partial = {n: axes for name, axes in made[0].partial.items() for n in copies(few.runs, name)}
+    partial = {n: axes for name, axes in built[0].partial.items() for n in copies(few.runs, name)}
     return LocalGraph(local, partial, {}, unfolded(local))
 
 
@@ -104,8 +104,8 @@ def _localised(
         if "val" in node.meta:
             dims = local.dims(node, node.meta["val"], node.meta.get("dims"))
             node.meta["dims"] = dims if even else local.numbers(dims)
-    found = replace(step, graph=graph, sizes=known, repeats=None)
-    return LocalGraph(found, partial, solved.guessed), solved
+    result = replace(step, graph=graph, sizes=known, repeats=None)
+    return LocalGraph(result, partial, solved.guessed), solved
 
 
 def _part(
@@ -143,9 +143,9 @@ def _prime(
         dims = {d for node in step.graph.graph.nodes
                 for d in pytree.tree_leaves(node.meta.get("dims", ()))}  # fmt: skip
         whole = {n for n in (int(evaluate(d, one)) for d in dims) if n}
-        found = whole | {-(-n // axis) for n in whole for axis in axes}
+        result = whole | {-(-n // axis) for n in whole for axis in axes}
         prime = _LEAST
-        while any(n % prime == 0 for n in found):
+        while any(n % prime == 0 for n in result):
             prime = int(sympy.nextprime(prime))
         drafts.primes[asked] = prime
     return drafts.primes[asked]

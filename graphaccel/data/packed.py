@@ -54,7 +54,7 @@ class PackedTokens(Dataset):
         places = np.arange(begin, begin + self.length)
         document = np.searchsorted(self._documents, places, side="right") - 1
         starts = self._documents[document]
-        found = {
+        results = {
             "input_ids": ids,
             "labels": ids.masked_fill(torch.from_numpy(places == starts), -100),
             "position_ids": torch.from_numpy(places - np.maximum(starts, begin)),
@@ -62,8 +62,8 @@ class PackedTokens(Dataset):
         if self.masked:
             own = torch.from_numpy(document)
             seen = own[:, None] == own[None]
-            found["attention_mask"] = (seen.tril() if self.causal else seen)[None]
-        return found
+            results["attention_mask"] = (seen.tril() if self.causal else seen)[None]
+        return results
 
     def split(self, parts: str) -> tuple[Subset, ...]:
         """Rows in parts of these shares, in order: "980,20" are 98 % and 2 %, as in Megatron-LM."""

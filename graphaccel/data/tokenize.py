@@ -105,14 +105,14 @@ def tokenize(
         TokenWriter(prefix, dtype_for(_tokenizer(str(file)).get_vocab_size())) as writer,
         _workers(workers) as each,
     ):
-        for chunk, found in each(encoder, _chunks(map(Path, paths))):
-            if found.bad and not skip_bad_lines:
-                raise bad_line(chunk.path, *found.bad[0])
-            writer.add_many(found.tokens, found.lengths)
+        for chunk, result in each(encoder, _chunks(map(Path, paths))):
+            if result.bad and not skip_bad_lines:
+                raise bad_line(chunk.path, *result.bad[0])
+            writer.add_many(result.tokens, result.lengths)
             count = Written(
-                count.documents + len(found.lengths),
-                count.tokens + len(found.tokens),
-                count.skipped + len(found.bad),
+                count.documents + len(result.lengths),
+                count.tokens + len(result.tokens),
+                count.skipped + len(result.bad),
             )
     text = f"{count.documents:,} documents, {count.tokens:,} tokens, {count.skipped} skipped"
     progress("tokenize", text, time.perf_counter() - started)
@@ -148,10 +148,10 @@ def _chunks(paths: Iterable[Path]) -> Iterator[_Chunk]:
 
 def _text(line: bytes, key: str) -> str:
     """Raises ValueError for a line that is no JSON object with a text."""
-    found = json.loads(line)
-    if not isinstance(found, dict) or not isinstance(found.get(key), str):
+    result = json.loads(line)
+    if not isinstance(result, dict) or not isinstance(result.get(key), str):
         raise ValueError(f"it is no object with a text as {key!r}")
-    return found[key]
+    return result[key]
 
 
 def _tokenizer_file(path: Path) -> Path:

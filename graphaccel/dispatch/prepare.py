@@ -63,8 +63,8 @@ def prepare(
     clip = run.settings.clip_norm
     updates = register_updates(run.model, optimizer, chosen, session, clip, meshes)
     registered = Registered.of(run.model)
-    made = Prepared(chosen, session, memory, meshes, updates, registered, dtypes_of(batch))
-    return made, expected
+    prepared = Prepared(chosen, session, memory, meshes, updates, registered, dtypes_of(batch))
+    return prepared, expected
 
 
 def _expected(run: Run, batch: Batch, chosen: Planned, *, example: bool) -> Expected | str | None:
@@ -86,8 +86,10 @@ def _session(
     scale = LossScale(settings.device) if plan.precision.scaled else None
     at = mesh.pipeline_index, mesh.data_index, mesh.coordinate("expert")
     memory = run.compiler.memory(chosen, batch).of_device(*at)
-    away = "parameters" in plan.offload
-    session = Session(run.model, mesh, scale, plan.precision.matmul, recorder, away=away)
+    offloads_parameters = "parameters" in plan.offload
+    session = Session(
+        run.model, mesh, scale, plan.precision.matmul, recorder, offloaded=offloads_parameters
+    )
     return session, memory
 
 

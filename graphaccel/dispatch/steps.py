@@ -101,10 +101,10 @@ def _training_key(batch: Batch) -> Hashable:
 
 def _refuse_other(batch: Batch, dtypes: Mapping[str, torch.dtype]) -> None:
     """Raise for a batch with other inputs or dtypes; one of other sizes is captured anew."""
-    found = dtypes_of(batch)
-    if set(found) != set(dtypes):
-        expected, got = ", ".join(dtypes), ", ".join(found)
+    found_inf = dtypes_of(batch)
+    if set(found_inf) != set(dtypes):
+        expected, got = ", ".join(dtypes), ", ".join(found_inf)
         raise BatchChanged(what="the inputs of the model", expected=expected, got=got)
-    for name, dtype in found.items():
+    for name, dtype in found_inf.items():
         if dtype != dtypes[name]:
             raise BatchChanged(what=f"dtype of {name}", expected=str(dtypes[name]), got=str(dtype))

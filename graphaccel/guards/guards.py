@@ -60,12 +60,12 @@ class Guards:
             return False
         if self._last is not None and self._last.same():
             return True
-        found = self._find()
-        self._changes = tuple(self._compared(found))
+        result = self._find()
+        self._changes = tuple(self._compared(result))
         if self._changes:
             self._last = None
             return False
-        self._last = _Last(found, self._free, self.tensors, self.numbers)
+        self._last = _Last(result, self._free, self.tensors, self.numbers)
         return True
 
     def _other_dtype(self) -> Change:
@@ -87,16 +87,16 @@ class Guards:
         """What differed when `hold` last returned False."""
         return self._changes
 
-    def _compared(self, found: Mapping[str, Place]) -> list[Change]:
+    def _compared(self, result: Mapping[str, Place]) -> list[Change]:
         changes = []
         for name in self.numbers:
-            place = found.get(name)
+            place = result.get(name)
             if place is None or not place.is_number:
                 now = MISSING if place is None else place.token
                 gone = place or Place(name, {}, name, "dict", MISSING)
                 changes.append(Change(gone, "a number", token_text(now)))
         for name, before in self.recorded.items():
-            place = found.get(name)
+            place = result.get(name)
             now = MISSING if place is None else place.token
             if not _equal(now, before):
                 if place is None:
@@ -106,9 +106,9 @@ class Guards:
                 changes.append(Change(place, "a tensor", "a tensor with other values"))
         return changes
 
-    def watch_content(self, found: Mapping[str, Place]) -> None:
+    def watch_content(self, result: Mapping[str, Place]) -> None:
         """Also compare the values of tensors that no constant of the graph holds."""
-        for name, place in found.items():
+        for name, place in result.items():
             if isinstance(place.value, torch.Tensor) and name in self.recorded:
                 if name not in self.tensors and not isinstance(place.value, FakeTensor):
                     self._contents[name] = place.value.detach().clone()
@@ -123,13 +123,13 @@ class _Last:
 
     def __init__(
         self,
-        found: Mapping[str, Place],
+        result: Mapping[str, Place],
         free: Collection[str],
         tensors: Collection[str],
         numbers: Sequence[str],
     ) -> None:
-        self.numbers = [found[name] for name in numbers]
-        self.tensors = [found[name] for name in tensors if name in found]
+        self.numbers = [result[name] for name in numbers]
+        self.tensors = [result[name] for name in tensors if name in result]
         self.tokens = [(place, place.token) for place in self.tensors]
         self.dicts: list[tuple[Any, Any, Any]] = []
         self.sizes: list[tuple[Any, int]] = []
@@ -138,8 +138,8 @@ class _Last:
         self.versions: list[tuple[torch.Tensor, int]] = []
         self.arrays: list[tuple[np.ndarray, np.ndarray]] = []
         seen: set[int] = set()
-        partial = {id(p.holder) for n, p in found.items() if n in free and p.how == "item"}
-        for name, place in found.items():
+        partial = {id(p.holder) for n, p in result.items() if n in free and p.how == "item"}
+        for name, place in result.items():
             if name in free or name in tensors:
                 continue
             value = place.value

@@ -17,11 +17,11 @@ def location(read: Read, *, writes: bool = False) -> Location | None:
     if read is None or isinstance(read, Location):
         return read
     code, name = read
-    found = [i for i in dis.get_instructions(code) if i.argval == name]
-    found = [i for i in found if writes and i.opname.startswith("STORE")] or found
-    if not found:
+    results = [i for i in dis.get_instructions(code) if i.argval == name]
+    results = [i for i in results if writes and i.opname.startswith("STORE")] or results
+    if not results:
         return Location(code.co_filename, code.co_firstlineno)
-    at = getattr(found[0], "positions", None)  # Python 3.11
+    at = getattr(results[0], "positions", None)  # Python 3.11
     if at is None or at.lineno is None:
-        return Location(code.co_filename, found[0].starts_line or code.co_firstlineno)
+        return Location(code.co_filename, results[0].starts_line or code.co_firstlineno)
     return Location(code.co_filename, at.lineno)

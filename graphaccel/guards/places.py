@@ -132,7 +132,7 @@ def places(model: nn.Module, reads: Reads, live: nn.Module | None = None) -> dic
 def objects_of(model: nn.Module, *others: Any) -> set[type]:
     """The classes of the plain objects that modules hold, also inside containers and objects; and
     of those in `others`."""
-    found: set[type] = set()
+    results: set[type] = set()
     seen: set[int] = set()
     stack = [(v, 0) for m in model.modules() for k, v in vars(m).items() if k not in STRUCTURE]
     stack += [(other.__self__ if isinstance(other, MethodType) else other, 0) for other in others]
@@ -146,9 +146,9 @@ def objects_of(model: nn.Module, *others: Any) -> set[type]:
         elif isinstance(value, (list, tuple)):
             stack += [(v, depth + 1) for v in value]
         elif _is_object(value):
-            found.add(type(value))
+            results.add(type(value))
             stack += [(v, depth + 1) for v in _attributes(value).values()]
-    return found
+    return results
 
 
 def _is_object(value: Any) -> bool:
@@ -344,9 +344,9 @@ class _ClassKey(str):
     """The name of a class attribute, which is replaced by `setattr` on the class."""
 
     def __new__(cls, owner: type, name: str) -> _ClassKey:
-        made = super().__new__(cls, name)
-        made.owner = owner
-        return made
+        built = super().__new__(cls, name)
+        built.owner = owner
+        return built
 
     owner: type
 

@@ -105,16 +105,16 @@ class Reads:
 def line_of(frame: FrameType | None) -> Location | None:
     """The user's line from which a frame of torch or Python was called; a library's line if there
     is none."""
-    found = None
+    result = None
     while frame is not None:
         file = frame.f_code.co_filename
         if not is_inside(file):
-            found = found or frame
+            result = result or frame
             if not _installed(file):
-                found = frame
+                result = frame
                 break
         frame = frame.f_back
-    return None if found is None else Location(found.f_code.co_filename, found.f_lineno)
+    return None if result is None else Location(result.f_code.co_filename, result.f_lineno)
 
 
 @contextmanager

@@ -104,8 +104,8 @@ class Accelerator(accelerate.Accelerator):
 
     def _newest(self) -> Path:
         """The newest checkpoint where Accelerate names them itself."""
-        made = Path(self.project_dir or ".", "checkpoints").glob("checkpoint_*")
-        return max(made, key=lambda folder: int(folder.name.rpartition("_")[2]))
+        built = Path(self.project_dir or ".", "checkpoints").glob("checkpoint_*")
+        return max(built, key=lambda folder: int(folder.name.rpartition("_")[2]))
 
     def _pairs(self) -> Iterator[tuple[nn.Module, torch.optim.Optimizer]]:
         optimizers = [x.optimizer for x in self._optimizers]

@@ -49,12 +49,12 @@ class Fakes:
             return self._given[key]
         except KeyError:
             args, kwargs = self._liked(args), {k: self._liked(v) for k, v in kwargs.items()}
-            made = self._on_meta(target, args, kwargs) if has_meta_kernel(target) else None
-            if made is None:
+            built = self._on_meta(target, args, kwargs) if has_meta_kernel(target) else None
+            if built is None:
                 with self.mode:
-                    made = self._liked(target(*args, **kwargs))
-            self._given[key] = made
-            return made
+                    built = self._liked(target(*args, **kwargs))
+            self._given[key] = built
+            return built
 
     def like(self, value: Any, shape: Sequence[int]) -> torch.Tensor:
         """Like `ir.values.fake_like`: a contiguous tensor of another shape."""
@@ -63,8 +63,8 @@ class Fakes:
         kind = self._key(value), tuple(shape)
         if kind not in self._shaped:
             with self.mode:
-                made = torch.empty(kind[1], dtype=value.dtype, device=value.device)
-            self._shaped[kind] = self._one(made)
+                built = torch.empty(kind[1], dtype=value.dtype, device=value.device)
+            self._shaped[kind] = self._one(built)
         return self._shaped[kind]
 
     def propagate(self, graph: fx.Graph, inputs: Sequence[torch.Tensor]) -> None:
@@ -90,19 +90,19 @@ class Fakes:
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._shadow, (args, kwargs))
         try:
             with without_torch_dispatch():
-                made = target(*args, **kwargs)
+                built = target(*args, **kwargs)
         except RuntimeError:
             return None  # fake tensors give the reason
-        return pytree.tree_map_only(torch.Tensor, lambda one: self._one(one, device), made)
+        return pytree.tree_map_only(torch.Tensor, lambda one: self._one(one, device), built)
 
     def _shadow(self, like: torch.Tensor) -> torch.Tensor:
         """A meta tensor with the metadata of a representative tensor."""
         if id(like) not in self._shadows:
             with without_torch_dispatch():
-                made = torch.empty_strided(
+                built = torch.empty_strided(
                     like.shape, like.stride(), dtype=like.dtype, device="meta"
                 )
-            self._shadows[id(like)] = like, made
+            self._shadows[id(like)] = like, built
         return self._shadows[id(like)][1]
 
     def _key(self, value: Any) -> Hashable:
@@ -150,11 +150,11 @@ class Fakes:
         """A fake tensor in this mode with the metadata of one of another mode or of the meta
         device."""
         with without_torch_dispatch():
-            made = torch.empty_strided(
+            built = torch.empty_strided(
                 tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
             )
-        like = fake_like_meta(self.mode, made, device)
-        self._shadows[id(like)] = like, made
+        like = fake_like_meta(self.mode, built, device)
+        self._shadows[id(like)] = like, built
         return like
 
 

@@ -109,10 +109,10 @@ class _Search:
 
     def run(self, anchor: fx.Node) -> Match | Near:
         for bound in self._solve(((self.pattern.anchor, anchor),), {}):
-            found = self._closed(bound)
-            if isinstance(found, Match):
-                return found
-            self._note(bound, found[0], found[1])
+            result = self._closed(bound)
+            if isinstance(result, Match):
+                return result
+            self._note(bound, result[0], result[1])
         return self.best or Near(0, self.pattern.size, anchor.name, "another op")
 
     def _note(self, bound: Mapping[Any, Any], node: Any, reason: str) -> None:
@@ -194,8 +194,8 @@ class _Search:
             return
         same = node.op == "call_function" and node.target is wanted.target
         if not same:
-            found = type_text(node.meta.get("val")) if node.op != "call_function" else ""
-            what = target_text(node.target) if node.op == "call_function" else f"an input {found}"
+            result = type_text(node.meta.get("val")) if node.op != "call_function" else ""
+            what = target_text(node.target) if node.op == "call_function" else f"an input {result}"
             self._note(bound, node, f"{what} where the pattern has {target_text(wanted.target)}")
             return
         left, right = _named(wanted), _named(node)

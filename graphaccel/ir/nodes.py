@@ -32,20 +32,20 @@ def new_node(
     return node
 
 
-def copy_node(graph: fx.Graph, node: fx.Node, made: Mapping[fx.Node, fx.Node]) -> fx.Node:
+def copy_node(graph: fx.Graph, node: fx.Node, built: Mapping[fx.Node, fx.Node]) -> fx.Node:
     """Like `graph.node_copy`. made: the copies of the node's inputs."""
-    args: Any = fx.map_arg(node.args, made.__getitem__)
-    kwargs: Any = fx.map_arg(node.kwargs, made.__getitem__) if node.kwargs else {}
+    args: Any = fx.map_arg(node.args, built.__getitem__)
+    kwargs: Any = fx.map_arg(node.kwargs, built.__getitem__) if node.kwargs else {}
     return new_node(graph, node.op, node.target, args, kwargs, node.name, node.meta)
 
 
-def copy_nodes(graph: fx.Graph, source: fx.Graph, made: dict[fx.Node, fx.Node]) -> list[Any]:
+def copy_nodes(graph: fx.Graph, source: fx.Graph, built: dict[fx.Node, fx.Node]) -> list[Any]:
     """Like `graph.graph_copy`: what the source returns. made: receives the copy of each node."""
     for node in source.nodes:
         if node.op == "output":
-            returned: Any = fx.map_arg(node.args[0], made.__getitem__)
+            returned: Any = fx.map_arg(node.args[0], built.__getitem__)
             return list(returned)
-        made[node] = copy_node(graph, node, made)
+        built[node] = copy_node(graph, node, built)
     raise AssertionError("a graph without an output")
 
 

@@ -76,19 +76,19 @@ class _Parser:
             node.meta["phase"] = "output"
             return
         body, _, notes = line.partition("    # ")
-        found = _LINE.fullmatch(body.strip())
-        if found is None:
+        match = _LINE.fullmatch(body.strip())
+        if match is None:
             raise ValueError("neither a node nor a return")
-        name, call = found["name"], found["call"]
+        name, call = match["name"], match["call"]
         meta = _notes(notes)
         if call in ("input", "constant"):
-            value = self._typed(found["type"])
+            value = self._typed(match["type"])
             node = self._given(name, value, constant=call == "constant")
-            node.meta |= {"phase": "input", "val": value} if found["type"] else {"phase": "input"}
+            node.meta |= {"phase": "input", "val": value} if match["type"] else {"phase": "input"}
         else:
             node = self._call(name, call)
-            if found["type"] is not None:
-                node.meta["val"] = self._result(node, found["type"])
+            if match["type"] is not None:
+                node.meta["val"] = self._result(node, match["type"])
         node.meta |= meta
         if node.name != name:
             raise ValueError(f"a node can not be called {name}")
@@ -101,18 +101,18 @@ class _Parser:
         return self.graph.create_node("get_attr", name, name=name)
 
     def _call(self, name: str, call: str) -> fx.Node:
-        found = _CALL.fullmatch(call)
-        if found is None:
+        match = _CALL.fullmatch(call)
+        if match is None:
             raise ValueError("no call")
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
-        for part in _split(found["arguments"]):
+        for part in _split(match["arguments"]):
             named = _KEYWORD.fullmatch(part)
             if named is None:
                 args.append(self._value(part))
             else:
                 kwargs[named["name"]] = self._value(named["value"])
-        target = _target(found["target"])
+        target = _target(match["target"])
         return new_node(self.graph, "call_function", target, tuple(args), kwargs, name, {})
 
     def _value(self, text: str) -> Any:
@@ -133,12 +133,12 @@ class _Parser:
             return None
         if text.startswith("(") and text.endswith(")"):
             return tuple(self._typed(part) for part in _split(text[1:-1]))
-        found = _TENSOR.fullmatch(text)
-        if found is None:
+        match = _TENSOR.fullmatch(text)
+        if match is None:
             return _plain(text)
-        shape = [int(size) for size in found["shape"].split(",") if size]
+        shape = [int(size) for size in match["shape"].split(",") if size]
         with self.mode:
-            return torch.empty(shape, dtype=_dtype(found["dtype"]))
+            return torch.empty(shape, dtype=_dtype(match["dtype"]))
 
     def _result(self, node: fx.Node, stated: str) -> Any:
         """The result of a call on the values of its arguments, which must have the stated type."""
@@ -155,14 +155,14 @@ class _Parser:
 
 def _notes(text: str) -> dict[str, str]:
     """Metadata from the comment of a line: phase, module, and the pass after "by"."""
-    plain, marked, made_by = f" {text}".partition(" by ")
+    plain, marked, built_by = f" {text}".partition(" by ")
     words = plain.split()
-    found = {"made_by": made_by.strip()} if marked else {}
+    result = {"made_by": built_by.strip()} if marked else {}
     if words and words[0] in _PHASES:
-        found["phase"] = words.pop(0)
+        result["phase"] = words.pop(0)
     if words:
-        found["module"] = words[0]
-    return found
+        result["module"] = words[0]
+    return result
 
 
 def _split(text: str) -> list[str]:
@@ -197,10 +197,10 @@ def _plain(text: str) -> Any:
 
 
 def _dtype(text: str) -> torch.dtype:
-    found = _plain(text)
-    if not isinstance(found, torch.dtype):
+    result = _plain(text)
+    if not isinstance(result, torch.dtype):
         raise ValueError(f"{text} is no dtype")
-    return found
+    return result
 
 
 def _target(text: str) -> Any:

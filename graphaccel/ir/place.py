@@ -38,8 +38,8 @@ def _moved(value: Any, device: torch.device) -> Tensor:
     if value.device == device:
         return value
     with value.fake_mode:
-        made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
-        return made.requires_grad_(value.requires_grad)
+        built = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+        return built.requires_grad_(value.requires_grad)
 
 
 def _move_attribute(graph: fx.GraphModule, name: str, device: torch.device) -> None:

@@ -18,19 +18,19 @@ _GIVES_ALL = frozenset({_c10d.all_reduce.default, _c10d.all_gather_into_tensor.d
 
 def replicated(graph: fx.Graph, axis: str, sharded: Collection[fx.Node]) -> set[fx.Node]:
     """The nodes whose value is the same on all ranks of `axis`. sharded: inputs that are not."""
-    alike: set[fx.Node] = set()
+    equal_nodes: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder":
             same = node not in sharded
         elif node.args and _over(node.args[-1], axis):  # a collective over it
             same = node.target in _GIVES_ALL
         else:
-            told = node.meta.get("bind", {}).values()
-            bound = any(axis in name.split("+") for name, _ in told)
-            same = not bound and all(n in alike for n in node.all_input_nodes)
+            described = node.meta.get("bind", {}).values()
+            bound = any(axis in name.split("+") for name, _ in described)
+            same = not bound and all(n in equal_nodes for n in node.all_input_nodes)
         if same:
-            alike.add(node)
-    return alike
+            equal_nodes.add(node)
+    return equal_nodes
 
 
 def _over(argument: object, axis: str) -> bool:

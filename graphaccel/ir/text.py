@@ -57,11 +57,11 @@ def _unfolded_lines(known: Unfolded) -> list[str] | None:
     reader, source = known.slots
     begin = np.searchsorted(reader, np.arange(len(known.item) + 1)).tolist()
     names, sources = known.names, source.tolist()
-    found = []
+    collected = []
     for row, item in enumerate(known.item.tolist()):
         read = [names[s] for s in sources[begin[row] : begin[row + 1]]]
-        found.append(forms[item] % (*names[row : row + 1], *read))
-    calls, results = found[: known.nodes], found[known.nodes :]
+        collected.append(forms[item] % (*names[row : row + 1], *read))
+    calls, results = collected[: known.nodes], collected[known.nodes :]
     return [*calls, f"return ({', '.join(results)})"]
 
 
@@ -101,8 +101,8 @@ def _line(node: fx.Node, notes: bool) -> str:
     line = _call_text(node, node.name, node.args, node.kwargs)
     if not notes or node.op in ("placeholder", "get_attr"):
         return line
-    made_by = node.meta.get("made_by", "")
-    said = [node.meta.get("phase", ""), node.meta.get("module", ""), made_by and f"by {made_by}"]
+    built_by = node.meta.get("made_by", "")
+    said = [node.meta.get("phase", ""), node.meta.get("module", ""), built_by and f"by {built_by}"]
     return f"{line}    # {' '.join(s for s in said if s)}".rstrip(" #")
 
 

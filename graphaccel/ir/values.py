@@ -77,16 +77,16 @@ def _maker(result: Any, inputs: Sequence[Any]) -> Callable[[], Any] | None:
     """A function that creates tensors like a result; None where they share storage with an input,
     which some ops do where they have nothing to do, or with each other."""
     many = isinstance(result, (tuple, list))
-    made = list(result) if many else [result]
-    if not all(isinstance(t, FakeTensor) and t.constant is None for t in made):
+    built = list(result) if many else [result]
+    if not all(isinstance(t, FakeTensor) and t.constant is None for t in built):
         return None
-    storages = {storage_key(t) for t in made}
+    storages = {storage_key(t) for t in built}
     given = {storage_key(t) for value in inputs for t in tensors_of(value)}
-    alone = len(storages) == len(made) and not storages & given
-    if not alone or any(t.storage_offset() for t in made):
+    alone = len(storages) == len(built) and not storages & given
+    if not alone or any(t.storage_offset() for t in built):
         return None
     if many:
-        return lambda: type(result)([new_fake(t) for t in made])
+        return lambda: type(result)([new_fake(t) for t in built])
     return lambda: new_fake(result)
 
 
@@ -139,12 +139,12 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 
 def storages(values: Iterable[Any]) -> dict[int, int]:
     """Distinct storages behind some values: identity → bytes."""
-    found = {}
+    results = {}
     for value in values:
         for tensor in tensors_of(value):
             storage = tensor.untyped_storage()
-            found[storage_key(tensor)] = storage.nbytes()
-    return found
+            results[storage_key(tensor)] = storage.nbytes()
+    return results
 
 
 def shares(node: fx.Node) -> tuple[tuple[int, int] | None, ...]:

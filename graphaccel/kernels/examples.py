@@ -30,13 +30,13 @@ def sizes_of(fusion: Fusion, choice: int = 0) -> dict[str, int]:
 
 def shape(spec: T, sizes: Mapping[str, int], leading: tuple[int, ...] = LEADING) -> tuple[int, ...]:
     """The shape of a tensor at some sizes."""
-    found: list[int] = []
+    results: list[int] = []
     for index in spec.indices:
         if index == "...":
-            found += leading
+            results += leading
         else:
-            found.append(int(index) if index.isdigit() else sizes[index])
-    return tuple(found)
+            results.append(int(index) if index.isdigit() else sizes[index])
+    return tuple(results)
 
 
 def tensor(
@@ -54,18 +54,18 @@ def tensor(
     if spec.dtype == "bool":
         return truths(wanted, generator)
     if spec.below:
-        found = torch.randint(0, sizes[spec.below], wanted, generator=generator)
-        if spec.ignored and found.numel() > 2:
-            found.view(-1)[1::3] = -100
-        return found
+        result = torch.randint(0, sizes[spec.below], wanted, generator=generator)
+        if spec.ignored and result.numel() > 2:
+            result.view(-1)[1::3] = -100
+        return result
     return torch.randn(wanted, generator=generator, dtype=torch.float64).to(dtype)
 
 
 def truths(shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
     """Booleans, three in ten true, and never the first of a row."""
-    found = torch.rand(shape, generator=generator) < 0.3
-    found[..., 0] = False
-    return found
+    result = torch.rand(shape, generator=generator) < 0.3
+    result[..., 0] = False
+    return result
 
 
 def example(

@@ -38,7 +38,7 @@ _OPTIONS = tuple(
 )
 
 
-def fusion(made: type) -> Fusion:
+def fusion(built: type) -> Fusion:
     """Turn a class of plain functions and attributes into a registered `Fusion`.
 
     The class's name is the op's. Its attributes are those of `Fusion`; `pattern` (or `patterns`) is
@@ -48,18 +48,18 @@ def fusion(made: type) -> Fusion:
     pattern that cannot be traced or gives other shapes or dtypes than the op, a fake that disagrees
     with the kernel.
     """
-    found = _read(made)
-    register(found)
-    return found
+    result = _read(built)
+    register(result)
+    return result
 
 
-def _read(made: type) -> Fusion:
-    given = {k: v for k, v in vars(made).items() if not k.startswith("__")}
+def _read(built: type) -> Fusion:
+    given = {k: v for k, v in vars(built).items() if not k.startswith("__")}
     patterns = tuple(given.pop("patterns", ()))
     if (first := given.pop("pattern", None)) is not None:
         patterns = (first, *patterns)
-    location = _location(made)
-    name = made.__name__
+    location = _location(built)
+    name = built.__name__
 
     def refuse(reason: str) -> BadFusion:
         return BadFusion(name=name, reason=reason, location=location)
@@ -76,38 +76,40 @@ def _read(made: type) -> Fusion:
             raise refuse(f"it does not say what its {part} are")
     if (given.get("forward") is None) == (given.get("rewrite") is None):
         raise refuse("it needs a forward, or else a rewrite")
-    found = Fusion(name, inspect.getdoc(made) or "", patterns=patterns, location=location, **given)
-    _check_names(found, refuse)
-    return found
+    fusion = Fusion(
+        name, inspect.getdoc(built) or "", patterns=patterns, location=location, **given
+    )
+    _check_names(fusion, refuse)
+    return fusion
 
 
-def _check_names(found: Fusion, refuse: Callable[[str], BadFusion]) -> None:
-    for function in (*found.patterns, *found.negatives):
+def _check_names(fusion: Fusion, refuse: Callable[[str], BadFusion]) -> None:
+    for function in (*fusion.patterns, *fusion.negatives):
         for name in inspect.signature(function).parameters:
-            if name not in found.inputs:
+            if name not in fusion.inputs:
                 raise refuse(f"its pattern reads `{name}`, which is no input")
         missing = [
             n
-            for n, t in found.tensors.items()
+            for n, t in fusion.tensors.items()
             if not t.optional and n not in inspect.signature(function).parameters
         ]
         if missing:
             raise refuse(f"its pattern does not read `{missing[0]}`, which is not optional")
-    for name, function in (("forward", found.forward), ("cuda_forward", found.cuda_forward)):
+    for name, function in (("forward", fusion.forward), ("cuda_forward", fusion.cuda_forward)):
         if function is not None and list(inspect.signature(function).parameters) != list(
-            found.inputs
+            fusion.inputs
         ):
-            raise refuse(f"{name} must take exactly ({', '.join(found.inputs)})")
-    known = {*(f"grad_{n}" for n in found.outputs), *found.inputs, *found.results, "wanted"}
-    for name in found.read_back if found.forward is not None else ():
+            raise refuse(f"{name} must take exactly ({', '.join(fusion.inputs)})")
+    known = {*(f"grad_{n}" for n in fusion.outputs), *fusion.inputs, *fusion.results, "wanted"}
+    for name in fusion.read_back if fusion.forward is not None else ():
         if name not in known:
             raise refuse(f"its backward reads `{name}`, which is not saved")
 
 
-def _location(made: type) -> Location | None:
+def _location(built: type) -> Location | None:
     try:
-        lines, number = inspect.getsourcelines(made)
-        file = inspect.getsourcefile(made) or ""
+        lines, number = inspect.getsourcelines(built)
+        file = inspect.getsourcefile(built) or ""
     except (OSError, TypeError):
         return None
     at = next((i for i, text in enumerate(lines) if text.lstrip().startswith("class ")), 0)

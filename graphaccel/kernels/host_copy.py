@@ -34,15 +34,15 @@ def wait(device: torch.device) -> None:
 @torch.library.custom_op("graphaccel::to_host", mutates_args=())
 def to_host(x: Tensor) -> Tensor:
     """A contiguous copy of x in host memory; the host may not read it before `wait`."""
-    made = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=x.is_cuda)
+    built = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=x.is_cuda)
     if not x.is_cuda:
-        return made.copy_(x)
+        return built.copy_(x)
     side = _side(x.device.index)
     side.wait_stream(torch.cuda.current_stream(x.device))
     with torch.cuda.stream(side):
-        made.copy_(x, non_blocking=True)
+        built.copy_(x, non_blocking=True)
     x.record_stream(side)  # its memory is not reused before the copy is done
-    return made
+    return built
 
 
 @to_host.register_fake
@@ -58,10 +58,10 @@ def to_device(x: Tensor) -> Tensor:
     here = torch.cuda.current_stream()
     side = _side(torch.cuda.current_device())
     with torch.cuda.stream(side):  # after the copy to the host
-        made = torch.empty(x.shape, dtype=x.dtype, device="cuda").copy_(x, non_blocking=True)
+        built = torch.empty(x.shape, dtype=x.dtype, device="cuda").copy_(x, non_blocking=True)
     here.wait_stream(side)
-    made.record_stream(here)
-    return made
+    built.record_stream(here)
+    return built
 
 
 @to_device.register_fake
@@ -75,12 +75,12 @@ def ahead(x: Tensor) -> Tensor:
     `arrived`. It waits for work that was issued to the device before."""
     if not x.is_pinned():
         return x.clone()
-    made = torch.empty_like(x, device="cuda", pin_memory=False)
-    side = _side(made.device.index)
+    built = torch.empty_like(x, device="cuda", pin_memory=False)
+    side = _side(built.device.index)
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        made.copy_(x, non_blocking=True)
-    return made
+        built.copy_(x, non_blocking=True)
+    return built
 
 
 @ahead.register_fake

@@ -48,15 +48,17 @@ def wide_form(fusion: Fusion) -> Fusion | None:
     """The variant of the op that computes in float32 for 16-bit inputs, if there is one
     (`widened`)."""
     op = getattr(getattr(torch.ops, NAMESPACE), f"{fusion.name}_wide", None)
-    found = None if op is None else fusion_of(op.default)
-    return found if found is not None and found.wide else None
+    result = None if op is None else fusion_of(op.default)
+    return result if result is not None and result.wide else None
 
 
 def registered() -> tuple[Fusion, ...]:
     """Every fusion in torch's registry in this process, by name."""
     ops = getattr(torch.ops, NAMESPACE)
-    found = {fusion_of(getattr(ops, name).default) for name in list(ops)}
-    return tuple(sorted((f for f in found if f is not None and not f.wide), key=lambda f: f.name))
+    collected = {fusion_of(getattr(ops, name).default) for name in list(ops)}
+    return tuple(
+        sorted((f for f in collected if f is not None and not f.wide), key=lambda f: f.name)
+    )
 
 
 def register(fusion: Fusion) -> None:
@@ -214,8 +216,8 @@ def _register_autograd(library: Any, fusion: Fusion) -> None:
                 grad = torch.zeros(like[0], dtype=like[1], device=like[2])
             values[name] = grad
         values["wanted"] = list(ctx.needs_input_grad)
-        found = op(*(values[n] for n in read))
-        several = found if len(fusion.returned) > 1 else (found,)
+        result = op(*(values[n] for n in read))
+        several = result if len(fusion.returned) > 1 else (result,)
         given = dict(zip(fusion.returned, several, strict=True))
         given |= {n: given[like] for n, like in fusion.gradients.items()}
         return tuple(
@@ -249,21 +251,21 @@ def _autograd_of(fusion: Fusion) -> Function:
                 else v
                 for n, v in zip(names, values, strict=True)
             ]
-            made = forward(*fresh)
-            made = made if isinstance(made, tuple) else (made,)
+            built = forward(*fresh)
+            built = built if isinstance(built, tuple) else (built,)
             pairs = [
                 (o, g.to(o.dtype))
-                for o, g in zip(made, grads, strict=False)
+                for o, g in zip(built, grads, strict=False)
                 if g is not None and o.requires_grad
             ]
             roots = [v for v in fresh if isinstance(v, Tensor) and v.requires_grad]
-            found = iter(
+            result = iter(
                 torch.autograd.grad(
                     [o for o, _ in pairs], roots, [g for _, g in pairs], allow_unused=True
                 )
             )
         by_name = {
-            n: next(found)
+            n: next(result)
             for n, v in zip(names, fresh, strict=True)
             if isinstance(v, Tensor) and v.requires_grad
         }
@@ -315,18 +317,18 @@ def _check_pattern(fusion: Fusion, pattern: Function, values: dict[str, Any]) ->
         full = {n: given[n] if n in names else _missing(fusion, n) for n in fusion.inputs}
         replacing = fusion.rewrite or fusion.fake or fusion.forward
         assert replacing is not None
-        made = narrowed(fusion, tensors(replacing(**full)), wanted)
+        built = narrowed(fusion, tensors(replacing(**full)), wanted)
     if len(wanted) != len(fusion.outputs):
         raise _refused(
             fusion, f"a pattern gives {len(wanted)} values, outputs are {len(fusion.outputs)}"
         )
-    _compare(fusion, "pattern", wanted, made)
+    _compare(fusion, "pattern", wanted, built)
 
 
-def narrowed(fusion: Fusion, made: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[Tensor]:
+def narrowed(fusion: Fusion, built: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[Tensor]:
     """Outputs declared "wide", in the 16 bits of a pattern that does not widen: rounded once, at
     the end, where the pattern rounds at every step."""
-    rounded = list(made)
+    rounded = list(built)
     for i, (spec, like) in enumerate(zip(fusion.outputs.values(), wanted, strict=False)):
         low = like.dtype in (torch.bfloat16, torch.float16)
         if spec.dtype == "wide" and low and i < len(rounded):

@@ -65,8 +65,8 @@ def shapes_of(fusion: Fusion, dtype: torch.dtype, budget: int, width: int) -> Sh
         fixed = {rows, *fusion.sizes}
 
     def moved(count: int) -> int:
-        found = traffic(fusion, dtype, _at(fusion, sizes, rows, count, width))
-        return max(found.forward, found.backward)
+        result = traffic(fusion, dtype, _at(fusion, sizes, rows, count, width))
+        return max(result.forward, result.backward)
 
     while moved(1) > budget // 2:
         free = {n: s for n, s in sizes.items() if n not in fixed and s > _FEWEST}
@@ -93,13 +93,13 @@ def traffic(fusion: Fusion, dtype: torch.dtype, shapes: Shapes) -> Traffic:
     """Bytes that the forward and the backward op move, computed from fakes."""
     with FakeTensorMode():
         values = _fakes(fusion, dtype, shapes)
-        made = tensors(op_of(fusion)(*values.values()))
+        built = tensors(op_of(fusion)(*values.values()))
         gathered = [n for n in fusion.gathered if values[n] is not None]
         read = [v for n, v in values.items() if n not in gathered]
-        forward = _bytes([*read, *made]) + len(gathered) * made[0].nbytes
+        forward = _bytes([*read, *built]) + len(gathered) * built[0].nbytes
         if not fusion.differentiable:
             return Traffic(forward, 0)
-        given = backward_arguments(fusion, values, made)
+        given = backward_arguments(fusion, values, built)
         results = tensors(backward_call(fusion)(*given.values()))
         read = [v for n, v in given.items() if n not in gathered]
         return Traffic(forward, _bytes([*read, *results]))
@@ -114,10 +114,10 @@ def backward_call(fusion: Fusion) -> Callable[..., Any]:
 
 
 def backward_arguments(
-    fusion: Fusion, values: Mapping[str, Any], made: Sequence[Tensor]
+    fusion: Fusion, values: Mapping[str, Any], built: Sequence[Tensor]
 ) -> dict[str, Any]:
     """Its arguments by name. made: results of the forward; all gradients are wanted."""
-    known = {**values, **dict(zip(fusion.results, made, strict=True))}
+    known = {**values, **dict(zip(fusion.results, built, strict=True))}
     known |= {f"grad_{n}": torch.ones_like(known[n]) for n in fusion.outputs}
     known["wanted"] = [n in fusion.differentiable and v is not None for n, v in values.items()]
     return {n: known[n] for n in fusion.read_back}
@@ -168,17 +168,17 @@ def _takes(fusion: Fusion, dtype: torch.dtype, shapes: Shapes) -> bool:
 def _fakes(fusion: Fusion, dtype: torch.dtype, shapes: Shapes) -> dict[str, Any]:
     """The inputs in a fake tensor mode, in which no number is drawn."""
 
-    def made(spec: T) -> Tensor:
+    def built(spec: T) -> Tensor:
         wanted = shape(spec, shapes.sizes, shapes.leading)
         if wanted and (spec.broadcast or spec.mask):
             wanted = (1, *wanted[1:])
         kind = torch.bool if spec.dtype == "bool" else torch.int64 if spec.below else dtype
         return torch.empty(wanted, dtype=kind)
 
-    return _values(fusion, made)
+    return _values(fusion, built)
 
 
-def _values(fusion: Fusion, made: Callable[[T], Tensor]) -> dict[str, Any]:
+def _values(fusion: Fusion, built: Callable[[T], Tensor]) -> dict[str, Any]:
     names = parameters(pattern_of(fusion))
     values: dict[str, Any] = {}
     for name, spec in fusion.inputs.items():
@@ -188,7 +188,7 @@ def _values(fusion: Fusion, made: Callable[[T], Tensor]) -> dict[str, Any]:
             values[name] = None
         else:
             whole = spec.broadcast and not spec.differentiable
-            values[name] = made(replace(spec, broadcast=whole, ignored=False))
+            values[name] = built(replace(spec, broadcast=whole, ignored=False))
     return values
 
 

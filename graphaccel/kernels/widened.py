@@ -77,8 +77,8 @@ def _backward(fusion: Fusion, run: Function | None) -> Function | None:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         given = dict(zip(names, args, strict=False)) | kwargs
-        found = known(**{n: _raised(v) for n, v in given.items()})
-        several: Sequence[Any] = found if len(fusion.returned) > 1 else (found,)
+        result = known(**{n: _raised(v) for n, v in given.items()})
+        several: Sequence[Any] = result if len(fusion.returned) > 1 else (result,)
         rounded: tuple[Any, ...] = tuple(
             None if grad is None else grad.to(given[name].dtype)
             for name, grad in zip(fusion.returned, several, strict=True)

@@ -109,31 +109,31 @@ class Builder:
         **attributes: Any,
     ) -> list[Value]:
         """Add a node with several results, given as (shape, dtype). Raises Declined."""
-        made = [Value(f"v{len(self.values) + i}", d, tuple(s)) for i, (s, d) in enumerate(results)]
+        built = [Value(f"v{len(self.values) + i}", d, tuple(s)) for i, (s, d) in enumerate(results)]
         node = helper.make_node(
             kind,
             [i.name if i is not None else "" for i in inputs],
-            [m.name for m in made],
+            [m.name for m in built],
             name=f"{len(self.nodes)}_{self.scope}",
             domain=domain,
             **{k: v for k, v in attributes.items() if v is not None},
         )
         given = [i for i in inputs if i is not None]
-        if self._has_kernel is not None and not self._has_kernel(node, given, made):
+        if self._has_kernel is not None and not self._has_kernel(node, given, built):
             types = ", ".join(dict.fromkeys(str(i.dtype).removeprefix("torch.") for i in given))
             raise Declined(f"ONNX Runtime has no {domain + '.' if domain else ''}{kind}({types})")
         self.nodes.append(node)
-        self.values |= {m.name: m for m in made}
-        return made
+        self.values |= {m.name: m for m in built}
+        return built
 
     def can(self, kind: str, *inputs: Value, domain: str = MICROSOFT, outputs: int = 1) -> bool:
         """Whether the build has a training kernel `kind` for these inputs."""
         if not self.training or self._has_kernel is None:
             return False
-        made = [Value(f"probe{i}", inputs[0].dtype, inputs[0].shape) for i in range(outputs)]
+        built = [Value(f"probe{i}", inputs[0].dtype, inputs[0].shape) for i in range(outputs)]
         names = [i.name for i in inputs]
-        node = helper.make_node(kind, names, [m.name for m in made], domain=domain)
-        return self._has_kernel(node, inputs, made)
+        node = helper.make_node(kind, names, [m.name for m in built], domain=domain)
+        return self._has_kernel(node, inputs, built)
 
     def constant(self, value: Any, dtype: torch.dtype) -> Value:
         """A scalar or a (nested) list as an initializer; equal ones are shared."""
@@ -141,9 +141,9 @@ class Builder:
         key = (array.tobytes(), array.shape, str(array.dtype), dtype)
         if key not in self._constants:
             tensor = torch.from_numpy(np.array(array)).to(dtype)
-            made = Value(f"c{len(self._constants)}", dtype, tuple(tensor.shape))
-            self.initializers[made.name] = _tensor_proto(made.name, tensor)
-            self.values[made.name] = self._constants[key] = made
+            built = Value(f"c{len(self._constants)}", dtype, tuple(tensor.shape))
+            self.initializers[built.name] = _tensor_proto(built.name, tensor)
+            self.values[built.name] = self._constants[key] = built
         return self._constants[key]
 
     def integers(self, values: Sequence[int]) -> Value:
@@ -168,10 +168,10 @@ class Builder:
         if (x.name, tuple(order)) in self._transposes:
             return self._transposes[x.name, tuple(order)]
         shape = [x.shape[i] for i in order]
-        made = self.op("Transpose", x, shape=shape, perm=list(order))
-        self._transposed[made.name] = (x, tuple(order))
-        self._transposes[x.name, tuple(order)] = made
-        return made
+        built = self.op("Transpose", x, shape=shape, perm=list(order))
+        self._transposed[built.name] = (x, tuple(order))
+        self._transposes[x.name, tuple(order)] = built
+        return built
 
     def untransposed(self, x: Value) -> tuple[Value, bool]:
         """(the matrix that `x` is the transpose of, True), or (x, False)."""
@@ -249,14 +249,14 @@ class Builder:
 
     def name_outputs(self, values: Sequence[Value]) -> list[Value]:
         """Name them o0, o1, ...; a value that is an input, or already an output, is copied."""
-        made = {name for node in self.nodes for name in node.output}
+        built = {name for node in self.nodes for name in node.output}
         names: dict[str, str] = {}
         results = []
         for number, value in enumerate(values):
             result = Value(f"o{number}", value.dtype, value.shape)
             self.values[result.name] = result
             results.append(result)
-            if value.name in made and value.name not in names:
+            if value.name in built and value.name not in names:
                 names[value.name] = result.name
             else:
                 source = names.get(value.name, value.name)

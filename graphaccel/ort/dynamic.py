@@ -54,9 +54,9 @@ class Sized:
         """A hash of what two models must have in common to be merged: everything but the dims of
         inputs and results and the values of constants."""
         graph, digest = self.proto.graph, hashlib.sha256()
-        made = {name: f"{n}.{i}" for n, node in enumerate(graph.node)
+        built = {name: f"{n}.{i}" for n, node in enumerate(graph.node)
                 for i, name in enumerate(node.output)}  # fmt: skip
-        made |= {value.name: value.name for value in graph.input}
+        built |= {value.name: value.name for value in graph.input}
         for n, node in enumerate(graph.node):
             bare = onnx.NodeProto()
             bare.CopyFrom(node)
@@ -64,13 +64,13 @@ class Sized:
             for i, name in enumerate(node.input):
                 tensor = self.constants.get((n, i))
                 kind = None if tensor is None else f"{tensor.data_type}:{len(tensor.dims)}"
-                bare.input[i] = f"constant {kind}" if kind else made.get(name, "")
+                bare.input[i] = f"constant {kind}" if kind else built.get(name, "")
             del bare.output[:]
             digest.update(bare.SerializeToString(deterministic=True))
             digest.update(str(len(node.output)).encode())
         for value in (*graph.input, *graph.output):
             kind = value.type.tensor_type
-            named = made.get(value.name, "")
+            named = built.get(value.name, "")
             digest.update(f"{named} {kind.elem_type} {len(kind.shape.dim)}".encode())
         return digest.hexdigest()
 
@@ -104,10 +104,10 @@ class Merged:
         """Whether a model of the same structure differs in nothing beyond the merged inputs and
         dims."""
         same = all(_value(model.constants[use]) == value for use, value in self._fixed.items())
-        alike = all(
+        all_equal = all(
             len({_value(model.constants[use]) for use in uses}) == 1 for uses in self._groups
         )
-        return same and alike and _closed(model, self._open) == self._closed
+        return same and all_equal and _closed(model, self._open) == self._closed
 
     def sizes(self, model: Sized) -> tuple[tuple[str, np.ndarray], ...]:
         """The additional inputs with which the merged model computes what `model` does: (input,
@@ -118,9 +118,9 @@ class Merged:
         )
 
     def _merged(self, first: Sized) -> bytes:
-        made = onnx.ModelProto()
-        made.CopyFrom(first.proto)
-        graph = made.graph
+        model_proto = onnx.ModelProto()
+        model_proto.CopyFrom(first.proto)
+        graph = model_proto.graph
         for n, uses in enumerate(self._groups):
             tensor = first.constants[uses[0]]
             shape = [f"s{n}_{i}" for i in range(len(tensor.dims))]
@@ -134,7 +134,7 @@ class Merged:
         kept = [t for t in graph.initializer if t.name in read]
         del graph.initializer[:]
         graph.initializer.extend(kept)
-        return made.SerializeToString(deterministic=True)
+        return model_proto.SerializeToString(deterministic=True)
 
 
 def _value(tensor: onnx.TensorProto) -> bytes:

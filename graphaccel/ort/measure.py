@@ -70,23 +70,23 @@ def measure(
     ours: applies the later passes to a graph that stays in torch. Inputs are random; integers are
     0, which every lookup allows.
     """
-    found: dict[str, _Candidate] = {}
+    results: dict[str, _Candidate] = {}
     for program in programs:
         for phase, graph in (
             ("forward", program.forward),
             *(("backward", g) for g in program.backwards.values()),
         ):
             for candidate in _candidates(graph.graph, phase, kernels, ours):
-                found.setdefault(candidate.model.key, candidate)
+                results.setdefault(candidate.model.key, candidate)
     sessions = Sessions()
     costs = []
-    for number, (key, candidate) in enumerate(found.items()):
+    for number, (key, candidate) in enumerate(results.items()):
         region = Region(candidate.model, sessions, f"{candidate.module} ({candidate.phase})")
         inputs = [_real(v) for v in candidate.inputs]
         seconds = side_by_side(partial(candidate.graph, *inputs), partial(region, *inputs))
         ops = len(candidate.model.ops)
         costs.append(RegionCost(key, candidate.module, candidate.phase, ops, *seconds))
-        progress(number + 1, len(found))
+        progress(number + 1, len(results))
     return costs
 
 
@@ -97,13 +97,13 @@ def _candidates(
     ours: Callable[[fx.GraphModule], fx.GraphModule],
 ) -> list[_Candidate]:
     chooser = Chooser(graph, kernels)
-    found = []
+    results = []
     for part, model, (nodes, inputs, outputs) in chooser.candidates():
         values = tuple(n.meta["val"] for n in inputs)
         body = ours(fx_graph(nodes, inputs, outputs))
         body.recompile()
-        found.append(_Candidate(part.label or "", phase, model, body, values))
-    return found
+        results.append(_Candidate(part.label or "", phase, model, body, values))
+    return results
 
 
 def side_by_side(
@@ -154,8 +154,8 @@ def in_step(
 
 
 def _real(fake: torch.Tensor) -> torch.Tensor:
-    made = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
-    return made.normal_() if fake.dtype.is_floating_point else made.zero_()
+    built = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
+    return built.normal_() if fake.dtype.is_floating_point else built.zero_()
 
 
 def _repeats(run: Callable[[], object]) -> int:

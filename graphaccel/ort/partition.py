@@ -68,22 +68,22 @@ class Flow:
 
     def sources(self, node: fx.Node) -> list[fx.Node]:
         """Computing nodes whose results a node reads, through views, and those it must follow."""
-        found = [self.root(n) for n in node.all_input_nodes]
-        found = [self.owner.get(n, n) for n in found] + self._fences.get(node, [])
-        return [n for n in dict.fromkeys(found) if n.op == "call_function" and n is not node]
+        results = [self.root(n) for n in node.all_input_nodes]
+        results = [self.owner.get(n, n) for n in results] + self._fences.get(node, [])
+        return [n for n in dict.fromkeys(results) if n.op == "call_function" and n is not node]
 
     def wanted(self, parts: Iterable[Part]) -> set[fx.Node]:
         """Values that are read outside their own region: bases of what is read."""
         parts = list(parts)
         region = {n: i for i, p in enumerate(parts) if p.label is not None for n in p.nodes}
-        found = {self.root(n) for n in self.results}
+        results = {self.root(n) for n in self.results}
         for index, part in enumerate(parts):
             for node in part.nodes:
                 for source in node.all_input_nodes:
                     root = self.root(source)
                     if part.label is None or region.get(root) != index:
-                        found.add(root)
-        return found
+                        results.add(root)
+        return results
 
     def border(self, part: Part, wanted: set[fx.Node]) -> Border:
         """A region's calls with the views they read through, its inputs, and its outputs."""
@@ -109,12 +109,12 @@ def fx_graph(
 ) -> fx.GraphModule:
     """A region as an FX graph of its own, as torch would run it."""
     graph = fx.Graph()
-    made = {n: graph.placeholder(n.name) for n in inputs}
-    for node, placeholder in made.items():
+    built = {n: graph.placeholder(n.name) for n in inputs}
+    for node, placeholder in built.items():
         placeholder.meta = dict(node.meta)
     for node in nodes:
-        made[node] = graph.node_copy(node, lambda n: made[n])
-    graph.output([made[n] for n in outputs])
+        built[node] = graph.node_copy(node, lambda n: built[n])
+    graph.output([built[n] for n in outputs])
     return fx.GraphModule({}, graph)
 
 
@@ -127,13 +127,13 @@ def has_effect(node: fx.Node) -> bool:
 
 def written(graph: fx.Graph) -> set[int]:
     """Storages that some call writes to."""
-    found: set[int] = set()
+    results: set[int] = set()
     for node in graph.nodes:
         declared = getattr(node.target, "_schema", None)
         if node.op == "call_function" and declared is not None and declared.is_mutable:
             for value in node.all_input_nodes[:1]:
-                found |= {storage_key(t) for t in tensors_of(value.meta["val"])}
-    return found
+                results |= {storage_key(t) for t in tensors_of(value.meta["val"])}
+    return results
 
 
 def _fences(graph: fx.Graph, views: Collection[fx.Node]) -> dict[fx.Node, list[fx.Node]]:

@@ -84,13 +84,13 @@ class Sessions:
             self._exact[key] = self._opened(model.content, model, device)
             self._alike[key] = _ForBatchSizes([sized])
             return Opened(self._exact[key])
-        alike = self._alike[first]
-        if alike.merged is None or not alike.merged.fits(sized):
-            models = [*alike.models, sized]
+        of_sizes = self._alike[first]
+        if of_sizes.merged is None or not of_sizes.merged.fits(sized):
+            models = [*of_sizes.models, sized]
             merged = Merged(models)
-            alike.session = self._opened(merged.content, model, device)
-            alike.models, alike.merged = models, merged
-        return Opened(alike.session, alike.merged.sizes(sized))
+            of_sizes.session = self._opened(merged.content, model, device)
+            of_sizes.models, of_sizes.merged = models, merged
+        return Opened(of_sizes.session, of_sizes.merged.sizes(sized))
 
     def _opened(self, content: bytes, model: RegionModel, device: torch.device) -> Any:
         runtime = importlib.import_module("onnxruntime")
@@ -196,11 +196,11 @@ class Region:
         path = Path(tempfile.gettempdir()) / f"graphaccel_region_{self.model.key}.onnx"
         path.write_bytes(self.model.content)
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        found = re.search(r"\d+_((?:aten|prims)\.[\w.]*\w)", lines[0])
+        match = re.search(r"\d+_((?:aten|prims)\.[\w.]*\w)", lines[0])
         return OrtFailed(
             region=self.name,
             action=action,
-            op=found[1] if found else "",
+            op=match[1] if match else "",
             path=str(path),
             cause=lines[0],
         )

@@ -139,13 +139,13 @@ def translate(
         builder.scope = target_text(node.target)
         values[node] = _call(builder, node, values)
     results = [_port(n.meta["val"]) for n in outputs]
-    made = builder.name_outputs(
+    built = builder.name_outputs(
         [
             builder.transpose(values[n], p.order) if p.order else values[n]
             for n, p in zip(outputs, results, strict=True)
         ]
     )
-    model = builder.model(given, made)
+    model = builder.model(given, built)
     content = model.SerializeToString(deterministic=True)
     return RegionModel(
         content,
@@ -163,26 +163,26 @@ def _call(builder: Builder, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any
         source, index = operands(node)
         return values[source][index]
     given = {name: map_arg(value, lambda n: values[n]) for name, value in arguments(node).items()}
-    made = TRANSLATIONS[node.target](builder, node, given)
-    for value, tensor in zip(_listed(made), _listed(node.meta["val"]), strict=True):
+    built = TRANSLATIONS[node.target](builder, node, given)
+    for value, tensor in zip(_listed(built), _listed(node.meta["val"]), strict=True):
         if value is None or tensor is None:
             continue
         if (value.shape, value.dtype) != (tuple(tensor.shape), tensor.dtype):
             raise Declined(f"its translation gives {value.dtype}{list(value.shape)}")
-    return made
+    return built
 
 
-def _listed(made: Any) -> list[Any]:
-    return list(made) if isinstance(made, (list, tuple)) else [made]
+def _listed(built: Any) -> list[Any]:
+    return list(built) if isinstance(built, (list, tuple)) else [built]
 
 
 def _stand_in(builder: Builder, node: fx.Node) -> Any:
     """Inputs for a call that is tried by itself."""
 
     def value(tensor: Any) -> Value:
-        made = Value(f"s{len(builder.values)}", tensor.dtype, tuple(tensor.shape))
-        builder.values[made.name] = made
-        return made
+        built = Value(f"s{len(builder.values)}", tensor.dtype, tuple(tensor.shape))
+        builder.values[built.name] = built
+        return built
 
     held = node.meta["val"]
     return [value(t) for t in held] if isinstance(held, (list, tuple)) else value(held)

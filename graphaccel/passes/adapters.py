@@ -236,12 +236,12 @@ def run_accumulate_gradients(c: Context) -> Context:
     """On each program alone; weight-gradient programs, now final, join the program of their
     stage."""
     partial = c.rank.partial
-    made = _each(c, lambda program: accumulate_gradients(program, c.plan, partial))
+    built = _each(c, lambda program: accumulate_gradients(program, c.plan, partial))
     if c.weights:
         weights = [accumulate_gradients(program, c.plan, partial) for program in c.weights]
-        pairs = zip(made.programs, weights, strict=True)
-        made = replace(made, programs=tuple(with_weights(p, w) for p, w in pairs), weights=())
-    return replace(made, unsummed=c.programs)
+        pairs = zip(built.programs, weights, strict=True)
+        built = replace(built, programs=tuple(with_weights(p, w) for p, w in pairs), weights=())
+    return replace(built, unsummed=c.programs)
 
 
 def run_reduce_shards(c: Context) -> Context:

@@ -128,8 +128,8 @@ class Context:
 def graphs_of(program: StageProgram) -> dict[str, fx.GraphModule]:
     """The graphs of a stage by phase: "prepare", "head", "forward", "backward first last", ..."""
     once = {"prepare": program.prepare, "head": program.head, "forward": program.forward}
-    found = {name: graph for name, graph in once.items() if graph is not None}
+    results = {name: graph for name, graph in once.items() if graph is not None}
     for phase, graphs in (("backward", program.backwards), ("weight", program.weights)):
         for (first, last), graph in graphs.items():
-            found[phase + " first" * first + " last" * last] = graph
-    return found
+            results[phase + " first" * first + " last" * last] = graph
+    return results

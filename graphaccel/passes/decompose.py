@@ -48,9 +48,9 @@ def decompose(graph: fx.GraphModule) -> fx.GraphModule:
         if key not in known:
             with mode:
                 known[key] = traced_decomposition(node.target, args, kwargs, table)
-        made = known[key]
-        if made is not None and not made.graph.find_nodes(op="get_attr"):
-            _splice(node, made.graph)
+        built = known[key]
+        if built is not None and not built.graph.find_nodes(op="get_attr"):
+            _splice(node, built.graph)
     graph.graph.eliminate_dead_code()
     graph.graph.lint()
     graph.recompile()
@@ -70,19 +70,19 @@ def _key(node: fx.Node) -> Hashable:
     return repr(places), tuple(layouts)
 
 
-def _splice(node: fx.Node, made: fx.Graph) -> None:
+def _splice(node: fx.Node, built: fx.Graph) -> None:
     """Put the calls of a decomposition in the place of a call."""
     tensors: list[fx.Node] = []
     fx.map_arg((node.args, dict(node.kwargs)), tensors.append)
-    inputs = made.find_nodes(op="placeholder")
+    inputs = built.find_nodes(op="placeholder")
     copies: dict[fx.Node, fx.Node] = dict(zip(inputs, tensors, strict=True))
     meta = {k: v for k, v in node.meta.items() if k not in ("val", "dims", "shares", "covers")}
     with node.graph.inserting_before(node):
-        for call in made.nodes:
+        for call in built.nodes:
             if call.op == "call_function":
                 copies[call] = node.graph.node_copy(call, lambda n: copies[n])
                 copies[call].meta = {**meta, "val": call.meta["val"], "made_by": "decompose"}
-    results: Any = fx.map_arg(made.output_node().args[0], lambda n: copies[n])
+    results: Any = fx.map_arg(built.output_node().args[0], lambda n: copies[n])
     _replace(node, results)
 
 

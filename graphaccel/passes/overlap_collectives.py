@@ -71,13 +71,13 @@ def _issued_early(nodes: Sequence[fx.Node]) -> list[fx.Node]:
 
 def _leading_to(node: fx.Node, window: Sequence[fx.Node]) -> set[fx.Node]:
     """The nodes of a window that a node depends on."""
-    inside, found, stack = set(window), set(), [node]
+    inside, result, stack = set(window), set(), [node]
     while stack:
         for source in stack.pop().all_input_nodes:
-            if source in inside and source not in found:
-                found.add(source)
+            if source in inside and source not in result:
+                result.add(source)
                 stack.append(source)
-    return found
+    return result
 
 
 def _waiting_late(nodes: Sequence[fx.Node]) -> list[fx.Node]:
@@ -118,10 +118,10 @@ def _done_before(
     (sent,) = wait.all_input_nodes
     if sent not in issued:
         return []
-    found = []
+    results = []
     for other in held:
         if other.target is _WAIT:
             (earlier,) = other.all_input_nodes
             if issued.get(earlier, inf) < issued[sent] and earlier.args[-1] == sent.args[-1]:
-                found.append(other)
-    return sorted(found, key=lambda n: issued[n.all_input_nodes[0]])
+                results.append(other)
+    return sorted(results, key=lambda n: issued[n.all_input_nodes[0]])

@@ -207,9 +207,9 @@ def placed_fusions(step: StepGraph, plan: Plan) -> dict[str, int]:
     """How often `build` places each of the plan's fusions, by name."""
     placed: Counter[str] = Counter()
     for node, count in distinct_nodes(prepared(step, plan).forward.graph):
-        made_by = str(node.meta.get("made_by"))
-        if node.meta.get("covers") and made_by.startswith("fuse "):
-            placed[made_by.removeprefix("fuse ")] += count
+        built_by = str(node.meta.get("made_by"))
+        if node.meta.get("covers") and built_by.startswith("fuse "):
+            placed[built_by.removeprefix("fuse ")] += count
     return dict(sorted(placed.items()))
 
 

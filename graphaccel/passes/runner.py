@@ -128,12 +128,12 @@ def _texts(context: Context) -> Mapping[str, str]:
 
 def _count(context: Context) -> Counter[str]:
     """How many calls each op has."""
-    found: Counter[str] = Counter()
+    results: Counter[str] = Counter()
     for graph in context.graphs.values():
         for node, count in distinct_nodes(graph):
             if node.op == "call_function":
-                found[target_text(node.target)] += count
-    return found
+                results[target_text(node.target)] += count
+    return results
 
 
 def _difference(before: Counter[str], after: Counter[str]) -> str:

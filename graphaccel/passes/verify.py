@@ -31,9 +31,9 @@ def check_counts(context: Context) -> None:
             given = len(graph.graph.find_nodes(op="placeholder"))
             if given != len(inputs):
                 _refuse(program, name, f"{given} inputs where the program states {len(inputs)}")
-            made = len(returned(graph))
-            if made != len(outputs):
-                _refuse(program, name, f"{made} results where the program states {len(outputs)}")
+            built = len(returned(graph))
+            if built != len(outputs):
+                _refuse(program, name, f"{built} results where the program states {len(outputs)}")
 
 
 def check_graphs(context: Context) -> None:

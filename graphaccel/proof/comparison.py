@@ -185,13 +185,13 @@ class Pair:
                 like = torch.empty(shape, dtype=dtype, device=device)
                 tangents[spec.leaf] = tangent(spec.leaf, like)
         inputs = Inputs(parameters, buffers, batch.leaves, tangents, device)
-        made = run_graph(step, sizes, inputs, observe, keep)
+        built = run_graph(step, sizes, inputs, observe, keep)
         first = {id(b): n for n, b in model.named_buffers()}
         first |= {id(p): n for n, p in model.named_parameters()}
         held = {**parameters, **buffers}
-        new = {first[id(held[n])]: value for n, value in made.buffers.items()}
-        sizes_of = {first[id(held[n])]: size for n, size in made.magnitudes.items()}
-        return replace(made, buffers=new, magnitudes=sizes_of)
+        new = {first[id(held[n])]: value for n, value in built.buffers.items()}
+        sizes_of = {first[id(held[n])]: size for n, size in built.magnitudes.items()}
+        return replace(built, buffers=new, magnitudes=sizes_of)
 
 
 def pair_of(
@@ -238,19 +238,19 @@ def precision(setting: Setting) -> Iterator[None]:
 def part(batch: Batch, step: StepGraph, setting: Setting, device: torch.device) -> Batch:
     """Copies of the first rows of a batch, on a device: a forward may write to its inputs. Leaves
     that are the same tensor stay the same tensor."""
-    made: dict[int, Tensor] = {}
+    built: dict[int, Tensor] = {}
     leaves: list[Any] = []
     for i, leaf in enumerate(batch.leaves):
         if not isinstance(leaf, Tensor):
             leaves.append(leaf)
             continue
-        if id(leaf) not in made:
+        if id(leaf) not in built:
             rows = leaf.detach()
             if setting.rows is not None and i in step.batch_dims:
                 rows = rows.narrow(step.batch_dims[i], 0, setting.rows)
             dtype = torch.float64 if setting.wide and leaf.dtype in NARROW else leaf.dtype
-            made[id(leaf)] = rows.to(device, dtype, copy=True).requires_grad_(leaf.requires_grad)
-        leaves.append(made[id(leaf)])
+            built[id(leaf)] = rows.to(device, dtype, copy=True).requires_grad_(leaf.requires_grad)
+        leaves.append(built[id(leaf)])
     return Batch(tuple(leaves), batch.names, batch.spec)
 
 

@@ -32,10 +32,10 @@ class ConstantDraws(TorchDispatchMode):
     ) -> Any:
         """Any op: draws are replaced."""
         kwargs = kwargs or {}
-        made = _CONSTANT.get(func.overloadpacket)
-        if made is None:
+        built = _CONSTANT.get(func.overloadpacket)
+        if built is None:
             return func(*args, **kwargs)
-        result = made(_constant, func, bound(func, args, kwargs))
+        result = built(_constant, func, bound(func, args, kwargs))
         return func(*args, **kwargs) if result is NotImplemented else result
 
 

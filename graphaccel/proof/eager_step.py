@@ -115,40 +115,40 @@ def _gradients(model: nn.Module, batch: Batch, heads: Any) -> Iterator[Callable[
 
 
 def _taken(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    collected: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         gradient, tensor.grad = tensor.grad, None
         if gradient is not None:
-            found[name] = gradient.to_dense() if gradient.layout != torch.strided else gradient
-    return found
+            collected[name] = gradient.to_dense() if gradient.layout != torch.strided else gradient
+    return collected
 
 
 def _leaves(heads: Any) -> list[Tensor]:
     """The autograd leaves that values were computed from."""
-    stack, seen, found = [h.grad_fn for h in heads], set(), []
+    stack, seen, result = [h.grad_fn for h in heads], set(), []
     while stack:
         node = stack.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         if type(node).__name__ == "AccumulateGrad":  # a user's function may set a `ctx.name`
-            found.append(node.variable)
+            result.append(node.variable)
         stack += [previous for previous, _ in node.next_functions]
-    return found
+    return result
 
 
 def _changed(
     model: nn.Module, before: Mapping[str, tuple[Tensor, Tensor]], guard: WriteGuard
 ) -> dict[str, Tensor]:
     """New values of buffers, and of parameters that the forward wrote, by name."""
-    found: dict[str, Tensor] = {}
+    collected: dict[str, Tensor] = {}
     for name, buffer in model.named_buffers():
         if name not in before or buffer is not before[name][0]:
-            found[name] = buffer.detach().clone()
+            collected[name] = buffer.detach().clone()
         elif not torch.equal(buffer, before[name][1]):
-            found[name] = buffer.detach().clone()
+            collected[name] = buffer.detach().clone()
     parameters = dict(model.named_parameters())
     for name in guard.written:
         if name in parameters:
-            found[name] = parameters[name].detach().clone()
-    return found
+            collected[name] = parameters[name].detach().clone()
+    return collected

@@ -23,30 +23,30 @@ class Proof:
     graph: Results | None = field(default=None, repr=False)
 
 
-def judge(found: Sequence[Deviation], *, trained: bool, note: str = "") -> Proof:
+def judge(deviations: Sequence[Deviation], *, trained: bool, note: str = "") -> Proof:
     """What equal values prove of a graph. found: none of them wrong. trained: whether some
     parameter has to get a gradient. note: appended to the text of a proof."""
-    reason = _nothing(found, trained=trained)
+    reason = _nothing(deviations, trained=trained)
     if reason:
-        return Proof(False, reason, retry=bool(found))
-    gradients = [one for one in found if one.kind == "gradient"]
+        return Proof(False, reason, retry=bool(deviations))
+    gradients = [one for one in deviations if one.kind == "gradient"]
     zero = sum(bool(one.void) for one in gradients)
     count = len(gradients) - zero
-    what = "loss" if any(one.kind == "loss" for one in found) else "outputs"
-    error = max((one.error for one in found), default=0.0)
+    what = "loss" if any(one.kind == "loss" for one in deviations) else "outputs"
+    error = max((one.error for one in deviations), default=0.0)
     text = f"{what} and {count} gradient{'s' * (count != 1)} equal eager's ({shown(error)})"
     if zero:
         text += f", {zero} {'are' if zero > 1 else 'is'} zero on these rows"
     return Proof(True, text + note, error)
 
 
-def _nothing(found: Sequence[Deviation], *, trained: bool) -> str:
+def _nothing(deviations: Sequence[Deviation], *, trained: bool) -> str:
     """Why equal values prove nothing; empty where they do."""
-    if all(one.void == "empty" for one in found):
+    if all(one.void == "empty" for one in deviations):
         return "there is no number to compare: neither a loss nor an output nor a gradient has one"
-    gradients = [one for one in found if one.kind == "gradient"]
+    gradients = [one for one in deviations if one.kind == "gradient"]
     odd = [one for one in gradients if one.void == "not finite"]
-    for one in found:
+    for one in deviations:
         if one.kind in ("loss", "output") and one.void == "not finite":
             return f"eager's own {one.what} is NaN or infinite on this batch"
     if odd:

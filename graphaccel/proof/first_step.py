@@ -61,17 +61,17 @@ class Differs:
         if len(self.values) > _SHOWN:
             shown += (f"and {len(self.values) - _SHOWN} more",)
         shown += (self.note,) * bool(self.note)
-        found = self.begins
-        if found is None:
+        result = self.begins
+        if result is None:
             return CaptureDiffers(values=shown, rows=self.setting.rows)
         return CaptureDiffers(
             values=shown,
             rows=self.setting.rows,
-            node=found.node,
-            op=found.op,
-            phase=found.phase,
-            module=found.module,
-            location=found.location,
+            node=result.node,
+            op=result.op,
+            phase=result.phase,
+            module=result.module,
+            location=result.location,
         )
 
 
@@ -83,11 +83,11 @@ def prove(pair: Pair | str) -> Proof:
     Raises CaptureDiffers (GA108), and what the user's model raises in eager code.
     """
     start = time.perf_counter()
-    made = Proof(False, pair) if isinstance(pair, str) else examine(pair)
-    if isinstance(made, Differs):
-        raise made.error()
-    progress("proved" if made.proved else "not proved", made.text, time.perf_counter() - start)
-    return made
+    built = Proof(False, pair) if isinstance(pair, str) else examine(pair)
+    if isinstance(built, Differs):
+        raise built.error()
+    progress("proved" if built.proved else "not proved", built.text, time.perf_counter() - start)
+    return built
 
 
 def prove_together(pair: Pair | str, ranks: int) -> Proof:
@@ -103,9 +103,9 @@ def prove_together(pair: Pair | str, ranks: int) -> Proof:
             said[0] = here = error
         except Exception as error:  # of the user's model; it may not survive pickling
             said[0], here = RuntimeError(f"rank 0: {type(error).__name__}: {error}"), error
-    made, graph = said[0], None
-    if isinstance(made, Proof):
-        graph, said[0] = made.graph, replace(made, graph=None)
+    built, graph = said[0], None
+    if isinstance(built, Proof):
+        graph, said[0] = built.graph, replace(built, graph=None)
     dist.broadcast_object_list(said, 0)
     if here is not None:
         raise here
@@ -124,27 +124,27 @@ def examine(pair: Pair) -> Proof | Differs:
         return Proof(False, text, early=True)
     if pair.sizes.get(BATCH) == 0:
         return Proof(False, "the batch has no rows", retry=True)
-    made = _examine(pair)
-    if made is None and pair.of is None:
+    built = _examine(pair)
+    if built is None and pair.of is None:
         try:
             pair = few_layers(pair)
         except NotRepeated as reason:
             return Proof(False, f"{_MEMORY}, and {reason}")
-        made = _examine(pair)
-    if made is None:
+        built = _examine(pair)
+    if built is None:
         return Proof(False, f"{_MEMORY} of a few layers")
-    return made if pair.of is None else _of_all_layers(pair, pair.of, made)
+    return built if pair.of is None else _of_all_layers(pair, pair.of, built)
 
 
-def _of_all_layers(pair: Pair, step: StepGraph, made: Proof | Differs) -> Proof | Differs:
+def _of_all_layers(pair: Pair, step: StepGraph, proof: Proof | Differs) -> Proof | Differs:
     """What a comparison of a few layers says about all of them."""
-    if isinstance(made, Differs):
-        return replace(made, note=f"in the model with {FEW} of its {layers(step)} layers")
-    if not made.proved:
-        return made
+    if isinstance(proof, Differs):
+        return replace(proof, note=f"in the model with {FEW} of its {layers(step)} layers")
+    if not proof.proved:
+        return proof
     other = first_difference(step)
     if other is None:
-        return replace(made, text=f"block by block, {layers(step)} layers: {made.text}")
+        return replace(proof, text=f"block by block, {layers(step)} layers: {proof.text}")
     node = None if other.node is None else difference_at(replace(pair, step=step), other.node)
     return Differs(Setting(), (other.text,), node)
 
@@ -157,7 +157,7 @@ def _examine(pair: Pair) -> Proof | Differs | None:
         if not affordable(pair, Setting(rows)):
             return worst
         try:
-            made = _verdict(pair, Setting(rows))
+            built = _verdict(pair, Setting(rows))
         except GraphFailed as error:
             if rows is None:
                 failed = error
@@ -173,12 +173,12 @@ def _examine(pair: Pair) -> Proof | Differs | None:
                 raise
             log.info("%d rows can not be compared: %s", rows, error)
         else:
-            if isinstance(made, Proof):
-                if made.proved or not made.retry:
-                    return made
-                worst = worst or made
+            if isinstance(built, Proof):
+                if built.proved or not built.retry:
+                    return built
+                worst = worst or built
             else:
-                setting, wrong = made
+                setting, wrong = built
                 worst = Differs(setting, tuple(map(str, wrong)), None)
     if failed is not None:
         return _failed(pair, failed)
@@ -222,27 +222,27 @@ def _verdict(pair: Pair, setting: Setting) -> Proof | tuple[Setting, tuple[Devia
         if overflow:
             return _unsteady(pair, setting) or (setting, _wrong(rough))
         if not _wrong(rough):
-            made = _judged(pair, rough)
+            built = _judged(pair, rough)
             if not any(one.void == "not finite" for one in rough):
-                return replace(made, graph=kept)
-            note = f", in float64: otherwise {made.text}"
+                return replace(built, graph=kept)
+            note = f", in float64: otherwise {built.text}"
     wide = replace(setting, wide=True)
     try:
-        found = pair.compare(wide) if affordable(pair, wide) else None
+        result = pair.compare(wide) if affordable(pair, wide) else None
     except Exception as error:  # a user's kernel without float64
         log.info("no comparison in float64: %s", error)
-        found = None
-    if found is None:
+        result = None
+    if result is None:
         return _without_float64(pair, setting, rough)
-    if not _wrong(found):
-        return _judged(pair, found, note)
+    if not _wrong(result):
+        return _judged(pair, result, note)
     if draws(pair.step):
         matched = replace(wide, by_shape=True)
         matched_step = pair.compare(matched)
         if not _wrong(matched_step):
             return _judged(pair, matched_step, ", draws matched by shape" + note)
-        wide, found = matched, matched_step
-    return _unsteady(pair, wide) or (wide, _wrong(found))
+        wide, result = matched, matched_step
+    return _unsteady(pair, wide) or (wide, _wrong(result))
 
 
 def _rough(pair: Pair, setting: Setting) -> tuple[tuple[Deviation, ...], Results | None]:
@@ -252,8 +252,8 @@ def _rough(pair: Pair, setting: Setting) -> tuple[tuple[Deviation, ...], Results
     if setting.rows is not None or pair.of is not None:
         return pair.compare(setting), None
     if not draws(pair.step):
-        found = pair.compare(setting, lambda graph: kept.append(kept_of(graph, sums_of)))
-        return found, kept[0]
+        result = pair.compare(setting, lambda graph: kept.append(kept_of(graph, sums_of)))
+        return result, kept[0]
     if can_be_recorded(pair.step.graph.graph):
         same = pair.compare_step(lambda graph: kept.append(kept_of(graph, sums_of)))
         if same is not None and not _wrong(same):
@@ -290,13 +290,13 @@ def _unsteady(pair: Pair, setting: Setting) -> Proof | None:
     return Proof(False, f"eager differs from itself from run to run: {wrong[0]}")
 
 
-def _judged(pair: Pair, found: tuple[Deviation, ...], note: str = "") -> Proof:
+def _judged(pair: Pair, deviations: tuple[Deviation, ...], note: str = "") -> Proof:
     trained = pair.step.training and bool(pair.step.trainable)
-    return judge(found, trained=trained, note=note)
+    return judge(deviations, trained=trained, note=note)
 
 
-def _wrong(found: tuple[Deviation, ...]) -> tuple[Deviation, ...]:
-    return tuple(one for one in found if one.wrong)
+def _wrong(deviations: tuple[Deviation, ...]) -> tuple[Deviation, ...]:
+    return tuple(one for one in deviations if one.wrong)
 
 
 def _narrow(pair: Pair) -> bool:

@@ -51,8 +51,8 @@ def gathered(session: Session, model: nn.Module, pair: Pair | None) -> Pair | st
             full[name] = whole.to(session.mesh.device)
     if pair is None:
         return "it is compared on rank 0"
-    made = with_data(pair.subject.model, {i: full[name] for i, name in names.items()})
-    subject = Subject(made, own_forward(made), pair.subject.loss_fn)
+    built = with_data(pair.subject.model, {i: full[name] for i, name in names.items()})
+    subject = Subject(built, own_forward(built), pair.subject.loss_fn)
     return replace(pair, subject=subject, gathered=True)
 
 

@@ -64,7 +64,7 @@ def run_graph(
     given = iter(_given(step, inputs))
     outputs: Any = step.graph.graph.output_node().args[0]
     results = {n for n in outputs if isinstance(n, fx.Node)}
-    made: dict[fx.Node, Any] = {}
+    built: dict[fx.Node, Any] = {}
     output: list[Any] = []
     magnitudes = Magnitudes(step.graph.graph, _new_buffers(step).values())
     for node in step.graph.graph.nodes:
@@ -75,12 +75,12 @@ def run_graph(
         elif node.op == "call_function":
             values[node] = _call(node, sizes, values, inputs.device)
         else:
-            output = [made.get(n) if isinstance(n, fx.Node) else n for n in node.args[0]]
+            output = [built.get(n) if isinstance(n, fx.Node) else n for n in node.args[0]]
             break
         magnitudes.see(node, values[node], lambda n, v: _call(n, sizes, v, inputs.device))
         uses[node] = len(node.users)
         if node in results:
-            made[node] = _result(values[node], keep)
+            built[node] = _result(values[node], keep)
             uses[node] -= 1
         if observe is not None:
             observe(node, values[node])
@@ -103,23 +103,25 @@ def _new_buffers(step: StepGraph) -> dict[str, Any]:
 
 
 def _given(step: StepGraph, inputs: Inputs) -> list[Any]:
-    found: list[Any] = []
+    collected: list[Any] = []
     constants = step.forward.constants
     for spec in step.inputs:
         if spec.kind == "parameter":
-            found.append(inputs.parameters[spec.name].detach())
+            collected.append(inputs.parameters[spec.name].detach())
         elif spec.kind == "buffer":
             held = inputs.buffers if spec.name in inputs.buffers else inputs.parameters
-            found.append(held[spec.name].detach())  # a frozen parameter that the forward updates
+            collected.append(
+                held[spec.name].detach()
+            )  # a frozen parameter that the forward updates
         elif spec.kind == "constant":
-            found.append(constants[spec.name].to(inputs.device))
+            collected.append(constants[spec.name].to(inputs.device))
         elif spec.kind == "batch":
-            found.append(inputs.leaves[spec.leaf].detach().contiguous())
+            collected.append(inputs.leaves[spec.leaf].detach().contiguous())
         elif spec.kind == "tangent":
-            found.append(inputs.tangents[spec.leaf])
+            collected.append(inputs.tangents[spec.leaf])
         else:  # the loss scale: none
-            found.append(torch.ones((), device=inputs.device))
-    return found
+            collected.append(torch.ones((), device=inputs.device))
+    return collected
 
 
 def _call(

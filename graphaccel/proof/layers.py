@@ -85,18 +85,18 @@ class _Graph:
     def __init__(self, step: StepGraph, runs: Sequence[Run]) -> None:
         self.runs = tuple(runs)
         self.last = [run.count - 2 for run in runs]
-        found = items_of(layered(step.graph, step.inputs, step.outputs), runs, self.last)
+        result = items_of(layered(step.graph, step.inputs, step.outputs), runs, self.last)
         counts: Counter[tuple[int, int]] = Counter()
         self.items: dict[_Key, Item] = {}
         self.keys: dict[fx.Node | None, _Key] = {}
-        for item in found:
+        for item in result:
             group = (item.middle, item.copy if item.middle >= 0 else 0)
             key = (*group, counts[group])
             counts[group] += 1
             self.items[key] = item
             self.keys[item.node] = key
         self._counts = counts
-        specs = zip((i for i in found if i.section == "input"), step.inputs, strict=True)
+        specs = zip((i for i in result if i.section == "input"), step.inputs, strict=True)
         constants = step.forward.constants
         self.constants = {
             self.keys[item.node]: constants[spec.name]
@@ -106,10 +106,10 @@ class _Graph:
 
     def sizes(self, copies: int) -> dict[tuple[int, int], set[int]]:
         """(run, copy) → number of nodes; copies from `copies` on count as one."""
-        found: dict[tuple[int, int], set[int]] = {}
+        results: dict[tuple[int, int], set[int]] = {}
         for (run, copy), count in self._counts.items():
-            found.setdefault((run, min(copy, copies)), set()).add(count)
-        return found
+            results.setdefault((run, min(copy, copies)), set()).add(count)
+        return results
 
     def target(self, key: _Key, slot: int) -> _Key:
         """What an argument is."""
@@ -160,9 +160,9 @@ def _expected(ours: _Graph, known: _Graph, key: _Key, slot: int) -> _Key | None:
     """What an argument must be, by what it is in the two middle layers that were compared."""
     run, copy, number = key
 
-    def moved(found: _Key) -> _Key:
+    def moved(result: _Key) -> _Key:
         """The same value of another run, or of none: its first or last copy."""
-        return (found[0], ours.last[found[0]], found[2]) if found[1] == 2 else found
+        return (result[0], ours.last[result[0]], result[2]) if result[1] == 2 else result
 
     if run < 0:
         return moved(known.target(key, slot))

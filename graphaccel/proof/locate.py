@@ -56,15 +56,15 @@ def locate(pair: Pair, setting: Setting) -> Difference | None:
 
     pair.run(setting, observe, lambda: _Watched(eager))
     tolerance = 1e-8 if setting.wide else 1e-4
-    known = {n for n, made in graph.items() if any(eager.has(*one, tolerance) for one in made)}
+    known = {n for n, built in graph.items() if any(eager.has(*one, tolerance) for one in built)}
     right: set[fx.Node] = set()
     for node in reversed(list(graph)):
         # Zeros that eager also has say nothing about what they were computed from.
-        told = node in known and any(sums[1] for _, sums in graph[node])
-        if told or any(u in right and not _reads_shape(u) for u in node.users):
+        counted = node in known and any(sums[1] for _, sums in graph[node])
+        if counted or any(u in right and not _reads_shape(u) for u in node.users):
             right.add(node)
-    for node, made in graph.items():
-        if node.op == "call_function" and made and node not in right and node not in known:
+    for node, built in graph.items():
+        if node.op == "call_function" and built and node not in right and node not in known:
             return difference_at(pair, node)
     return _constant(pair)
 

@@ -44,10 +44,10 @@ class SameDraws(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
-        made = DRAWS.get(func.overloadpacket)
+        built = DRAWS.get(func.overloadpacket)
         self.count += 1
         given = bound(func, args, kwargs)
-        result = NotImplemented if made is None else made(self._noise, func, given)
+        result = NotImplemented if built is None else built(self._noise, func, given)
         if result is not NotImplemented:
             return result
         with _seeded(self._seed(_shape(args))):
@@ -179,8 +179,8 @@ def _written(func: Any) -> frozenset[Any]:
     if not func._schema.is_mutable:
         return frozenset()
     declared = enumerate(func._schema.arguments)
-    found = [(i, a.name) for i, a in declared if a.alias_info and a.alias_info.is_write]
-    return frozenset(key for pair in found for key in pair)
+    results = [(i, a.name) for i, a in declared if a.alias_info and a.alias_info.is_write]
+    return frozenset(key for pair in results for key in pair)
 
 
 def _widened(argument: Any) -> Any:

@@ -136,9 +136,9 @@ class Expected:
         """(a sentence for each value that differs, the largest relative error)."""
         bound, rounding = _BOUNDS[self.dtype]
         floor = self._floor
-        found = {name: None for one in everyone for name in one}
+        results = {name: None for one in everyone for name in one}
         wrong, largest = [], 0.0
-        for name in dict.fromkeys((*self.values, *found)):
+        for name in dict.fromkeys((*self.values, *results)):
             parts = [one[name] for one in everyone if name in one]
             if name not in self.values or not parts:
                 wrong.append(
@@ -227,7 +227,7 @@ def expect(
     try:
         with ConstantDraws() if constant else nullcontext():
             known = known if step.graph is pair.step.graph and not constant else None
-            made = known or graph_results(replace(pair, step=step), sums_of)
+            built = known or graph_results(replace(pair, step=step), sums_of)
     except torch.OutOfMemoryError:
         return "not enough memory for the whole batch on one device"
     except GraphFailed as failed:
@@ -235,14 +235,14 @@ def expect(
     if error is not None:
         pair.eager_runs()  # a batch that eager code can not run either is the script's fault
         raise PlanDiffers(plan=plan_name(plan), values=(f"on one device: {error}",)) from error
-    values: dict[str, Any] = {} if made.loss is None else {"loss": made.loss}
-    if plan.outputs != "loss" or made.loss is None:
-        values |= {f"output {leaf}": sums for leaf, sums in made.outputs.items()}
-    values |= {f"gradient of `{n}`": sums for n, sums in made.gradients.items()}
-    values |= {f"gradient of input {n}": sums for n, sums in made.inputs.items()}
-    values |= {f"new value of `{n}`": sums for n, sums in made.buffers.items()}
-    terms = {f"new value of `{n}`": size for n, size in made.magnitudes.items()}
-    tried = constant or made.loss is None
+    values: dict[str, Any] = {} if built.loss is None else {"loss": built.loss}
+    if plan.outputs != "loss" or built.loss is None:
+        values |= {f"output {leaf}": sums for leaf, sums in built.outputs.items()}
+    values |= {f"gradient of `{n}`": sums for n, sums in built.gradients.items()}
+    values |= {f"gradient of input {n}": sums for n, sums in built.inputs.items()}
+    values |= {f"new value of `{n}`": sums for n, sums in built.buffers.items()}
+    terms = {f"new value of `{n}`": size for n, size in built.magnitudes.items()}
+    tried = constant or built.loss is None
     return Expected(plan_name(plan), _dtype(pair, plan), values, terms, constant, tried)
 
 
@@ -289,7 +289,7 @@ def _dtype(pair: Pair, plan: Plan) -> str:
     if plan.precision.compute != "float32" or plan.precision.matmul:
         return "narrow"
     nodes = pair.step.graph.graph.nodes
-    found = {t.dtype for n in nodes for t in tensors_of(n.meta.get("val"))}
-    if found & {torch.bfloat16, torch.float16}:
+    results = {t.dtype for n in nodes for t in tensors_of(n.meta.get("val"))}
+    if results & {torch.bfloat16, torch.float16}:
         return "narrow"
-    return "float32" if torch.float32 in found else "float64"
+    return "float32" if torch.float32 in results else "float64"

@@ -59,11 +59,11 @@ class ReplayDraws(TorchDispatchMode):
     distribution, and no other.
     """
 
-    def __init__(self, made: list[Draw]) -> None:
+    def __init__(self, draws: list[Draw]) -> None:
         super().__init__()
         generator = torch.Generator()
         generator.set_state(torch.random.get_rng_state())
-        self._made = {_number(generator): draw for draw in made}
+        self._made = {_number(generator): draw for draw in draws}
         self._left = set(self._made)
         self._other = False
 
@@ -107,8 +107,8 @@ def _source(func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, ...] |
     """The distribution of a draw; None where the op is no draw, or not one that is recorded."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return None
-    made = _SOURCES.get(func.overloadpacket)
-    return None if made is None else made(bound(func, args, kwargs))
+    built = _SOURCES.get(func.overloadpacket)
+    return None if built is None else built(bound(func, args, kwargs))
 
 
 def _bernoulli(given: Given) -> tuple[Any, ...] | None:

@@ -104,7 +104,7 @@ def deviations(graph: Results, eager: Results, dtype: torch.dtype) -> tuple[Devi
     norms = {id(g): norm_of(g) for g in (*eager.gradients.values(), *eager.inputs.values())}
     floor = _FLOOR[dtype] * max((n for n in norms.values() if math.isfinite(n)), default=0.0)
     written = {f"new value of `{n}`": _FLOOR[dtype] * m for n, m in graph.magnitudes.items()}
-    found = list(_missing_parameters(eager))
+    collected = list(_missing_parameters(eager))
     pairs = (
         *_pairs("loss", "loss", _only(graph.loss), _only(eager.loss)),
         *_pairs("output", "output", graph.outputs, eager.outputs),
@@ -115,14 +115,14 @@ def deviations(graph: Results, eager: Results, dtype: torch.dtype) -> tuple[Devi
     for kind, what, ours, theirs in pairs:
         if ours is None or theirs is None or ours.shape != theirs.shape:
             missing = "graph" if ours is None else "eager" if theirs is None else ""
-            found.append(Deviation(what, math.inf, bound, missing, kind))
+            collected.append(Deviation(what, math.inf, bound, missing, kind))
             continue
         size = norms.get(id(theirs))
         least = written.get(what, 0.0) if size is None else floor
         error, overflow = _relative(ours, theirs, size, least / bound)
         void = _void(theirs, kind, size, least)
-        found.append(Deviation(what, error, bound, "", kind, void, overflow))
-    return tuple(found)
+        collected.append(Deviation(what, error, bound, "", kind, void, overflow))
+    return tuple(collected)
 
 
 def _void(eager: Tensor, kind: str, size: float | None, floor: float) -> str:

@@ -59,9 +59,9 @@ def _step(session: Session, compiled: CompiledStep, leaves: Sequence[Any]) -> St
 def _same_scale(scale: LossScale | None) -> LossScale | None:
     if scale is None:
         return None
-    made = LossScale(scale.device, scale.interval)
-    made.factor.copy_(scale.factor)
-    return made
+    loss_scale = LossScale(scale.device, scale.interval)
+    loss_scale.factor.copy_(scale.factor)
+    return loss_scale
 
 
 @contextmanager

@@ -108,11 +108,11 @@ def _why(facts: Facts) -> list[str]:
     return lines
 
 
-def _of_kinds(found: Sequence[Alternative]) -> list[Alternative]:
+def _of_kinds(alternatives: Sequence[Alternative]) -> list[Alternative]:
     """The first few that use the devices in different ways, in their order: of plans whose axes
     have the same names, whatever their sizes, one."""
     kinds: dict[tuple[str, ...], Alternative] = {}
-    for other in found:
+    for other in alternatives:
         mesh = other.name.split(" · ")[0].split(",")[0]
         axes = [each.split() for each in mesh.split(" x ")]
         large = tuple(name for name, *size in axes if size and size[0] != "1")

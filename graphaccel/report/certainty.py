@@ -141,9 +141,9 @@ _CATALOGUE = "catalogue figures, not measured"
 
 
 def _given(cluster: Cluster) -> str:
-    name, found = cluster.device.name, cluster.device.stands_for
-    if found:
-        return f"rates of {name} by the processors of {found}"
+    name, result = cluster.device.name, cluster.device.stands_for
+    if result:
+        return f"rates of {name} by the processors of {result}"
     if name in device_names():
         known = named_cluster(name, cluster.count)
         same = replace(cluster.device, memory=known.device.memory) == known.device

@@ -211,8 +211,8 @@ class Facts:
         """Read a report back. Raises ValueError for another schema or unknown fields."""
         data = json.loads(text)
         if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-            found = data.get("schema") if isinstance(data, dict) else None
-            raise ValueError(f"report schema {found!r}; this version reads {SCHEMA}")
+            result = data.get("schema") if isinstance(data, dict) else None
+            raise ValueError(f"report schema {result!r}; this version reads {SCHEMA}")
         return from_plain(Facts, data)
 
 
@@ -271,17 +271,17 @@ def _resting(plan: Plan, program: StepProgram) -> tuple[Resting, ...]:
         owned = program.owned.get(name)
         if owned is not None and owned.level < 3:
             rows[owned.split.axis, owned.level].append((name, owned.split.dim))
-    found = []
+    results = []
     for (axis, level), held in rows.items():
         dims = sorted({dim for _, dim in held})
         by_dim = (f"dim {d}: {folded([n for n, dim in held if dim == d])}" for d in dims)
-        found.append(
+        results.append(
             Resting(
                 axis, plan.ranks(axis), _LEVELS[level], len(held), len(names), "; ".join(by_dim)
             )
         )
     order = ("tensor", "context", "expert", "shard", "data")
-    return tuple(sorted(found, key=lambda row: (order.index(row.axis), row.what)))
+    return tuple(sorted(results, key=lambda row: (order.index(row.axis), row.what)))
 
 
 def run_spans(facts: Facts) -> dict[tuple[str, int, int], tuple[float, float]]:
@@ -299,13 +299,13 @@ def points(plans: Sequence[Plan], chosen: Plan, cluster: Cluster) -> tuple[Point
     rows = {plan.decided(): (_seconds(plan), _peak(plan), plan_name(plan)) for plan in plans}
     rows[chosen.decided(notes=())] = (_seconds(chosen), _peak(chosen), plan_name(chosen))
     best = chosen.decided(notes=())
-    found, lowest = [], None
+    result, lowest = [], None
     for key, (seconds, peak, name) in sorted(rows.items(), key=lambda row: row[1]):
         front = lowest is None or peak < lowest
         lowest = peak if front else lowest
         fits = peak <= cluster.device.memory
-        found.append(Point(name, seconds, peak, fits, front, key == best))
-    return tuple(found)
+        result.append(Point(name, seconds, peak, fits, front, key == best))
+    return tuple(result)
 
 
 def _seconds(plan: Plan) -> float:
@@ -349,12 +349,12 @@ def _count(profile: Profile, step: StepGraph) -> int:
 def _stages(
     plan: Plan, profile: Profile, sized: SizedProfile, cluster: Cluster
 ) -> tuple[StageFacts, ...]:
-    works = stage_costs(profile, sized, plan, cluster.device.launch_seconds)
+    costs = stage_costs(profile, sized, plan, cluster.device.launch_seconds)
     spans = stage_positions(profile, plan.cuts)
     inside = [_blocks(profile, span) for span in spans]
     sent = message_bytes(profile, sized, plan)
-    found = []
-    for stage, (span, work) in enumerate(zip(spans, works, strict=True)):
+    results = []
+    for stage, (span, work) in enumerate(zip(spans, costs, strict=True)):
         elsewhere = {b for other in (*inside[:stage], *inside[stage + 1 :]) for b in other}
         own = [b for b in inside[stage] if not any(b in before for before in inside[:stage])]
         names = [profile.block_names[b] for b in own]
@@ -362,7 +362,7 @@ def _stages(
         held = held_parameters(profile, [span])
         cut = plan.cuts[stage] if stage < len(plan.cuts) else ""
         module = profile.modules[profile.position[cut]] if cut else ""
-        found.append(
+        results.append(
             StageFacts(
                 stage=stage,
                 rank=stage % plan.pipeline,
@@ -385,7 +385,7 @@ def _stages(
                 recomputed_first=full == sorted(full, reverse=True),
             )
         )
-    return tuple(found)
+    return tuple(results)
 
 
 def _blocks(profile: Profile, span: tuple[int, int]) -> list[int]:
@@ -398,7 +398,7 @@ def _events(
     plan: Plan, prediction: Prediction, profile: Profile, cluster: Cluster
 ) -> tuple[Event, ...]:
     schedule, played = timeline(profile, plan, cluster)
-    found = [
+    results = [
         Event(rank, a.kind, a.stage, a.microbatch, a.peer, a.direction, start, end)
         for rank, (actions, spans) in enumerate(zip(schedule, played.spans, strict=True))
         for a, (start, end) in zip(actions, spans, strict=True)
@@ -407,8 +407,8 @@ def _events(
         start = max(played.makespan, prediction.seconds - prediction.optimizer)
         for rank in range(len(schedule)):
             end = start + prediction.optimizer
-            found.append(Event(rank, "optimizer", rank, -1, -1, "", start, end))
-    return tuple(found)
+            results.append(Event(rank, "optimizer", rank, -1, -1, "", start, end))
+    return tuple(results)
 
 
 def _recompute_price(

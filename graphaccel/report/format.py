@@ -82,11 +82,11 @@ def shortened(lines: Sequence[str], keep: Collection[int] = ()) -> list[str]:
     if len(lines) <= _LINES:
         return list(lines)
     shown = sorted({*range(_FIRST), *range(len(lines) - _LAST, len(lines)), *keep})
-    found: list[str] = []
+    results: list[str] = []
     for before, number in zip([-1, *shown], shown, strict=False):
         if number > before + 2:
-            found.append(f"  ... {number - before - 1} more")
+            results.append(f"  ... {number - before - 1} more")
         elif number == before + 2:
-            found.append(lines[number - 1])
-        found.append(lines[number])
-    return found
+            results.append(lines[number - 1])
+        results.append(lines[number])
+    return results

@@ -7,6 +7,7 @@ from importlib.resources import files
 import jinja2
 
 from graphaccel.errors.messages import format_bytes
+from graphaccel.planner.plan.plan_name import plan_name
 from graphaccel.report import charts
 from graphaccel.report.certainty import error_text
 from graphaccel.report.explanation import stability
@@ -46,6 +47,7 @@ def html_page(facts: Facts) -> str:
     return environment.from_string(source).render(
         facts=facts,
         plan=facts.plan,
+        plan_name=plan_name(facts.plan),
         cluster=facts.cluster,
         prediction=facts.prediction,
         top=max(facts.prediction.memory, key=lambda m: (m.peak, -m.rank)),

@@ -31,11 +31,11 @@ def phase_lines(m: StageMemory, cluster: Cluster) -> list[str]:
     if m.phases is None:
         return []
     unit, size = unit_of(m.tensors)
-    told = []
+    described = []
     for name, most, way, other in phase_rows(m.phases):
         beside = f" ({way} {in_unit(other, size)})" if way else ""
-        told.append(f"{name} {in_unit(most, size)}{beside}")
-    lines = wrapped(f"rank {m.rank} by phase, {unit} of tensors: {' · '.join(told)}")
+        described.append(f"{name} {in_unit(most, size)}{beside}")
+    lines = wrapped(f"rank {m.rank} by phase, {unit} of tensors: {' · '.join(described)}")
     p = m.phases
     if p.host_load_built:
         lines += wrapped(
@@ -48,12 +48,12 @@ def phase_lines(m: StageMemory, cluster: Cluster) -> list[str]:
 def misfits(phases: Phases, cluster: Cluster) -> list[str]:
     """Ways to load and save that do not fit a device, and what to do instead."""
     free = cluster.device.memory - cluster.context_bytes
-    found = []
+    results = []
     if phases.load_built > free >= phases.load:
-        found.append(
+        results.append(
             "a model that is built with weights does not fit while it is loaded: build it under "
             "graphaccel.deferred"
         )
     if phases.save_whole > free >= phases.save:
-        found.append("full_state_dict does not fit: save by graphaccel.save()")
-    return found
+        results.append("full_state_dict does not fit: save by graphaccel.save()")
+    return results

@@ -40,10 +40,10 @@ def _kind(kind: BlockPlacements) -> Iterator[str]:
 
 def _by_text(texts: Texts) -> dict[str, list[str]]:
     """Text → what is placed so, the most frequent text first."""
-    found: dict[str, list[str]] = {}
+    results: dict[str, list[str]] = {}
     for name, text in texts:
-        found.setdefault(text, []).append(name)
-    return dict(sorted(found.items(), key=lambda item: -len(item[1])))
+        results.setdefault(text, []).append(name)
+    return dict(sorted(results.items(), key=lambda item: -len(item[1])))
 
 
 def _listed(names: list[str]) -> str:

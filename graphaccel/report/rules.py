@@ -69,20 +69,20 @@ def priced_rules(step: StepGraph, device: Device) -> tuple[RuleRow, ...]:
         key = target_text(node.target), text
         calls.setdefault(key, []).append((seconds, node))
     rows = []
-    for (op, rule), found in calls.items():
-        first = max(found, key=lambda pair: pair[0])[1]
+    for (op, rule), result in calls.items():
+        first = max(result, key=lambda pair: pair[0])[1]
         place = first.meta.get("location")
-        seconds = sum(s for s, _ in found)
+        seconds = sum(s for s, _ in result)
         rows.append(
             RuleRow(
                 op,
                 rule,
                 type_text(first.meta["val"]),
-                folded([n.meta.get("module") or "the model" for _, n in found]),
+                folded([n.meta.get("module") or "the model" for _, n in result]),
                 str(Location(*place)) if place else "",
-                len(found),
-                sum(int(node_flops(n, sizes)) for _, n in found),
-                sum(int(node_bytes(n, sizes)) for _, n in found),
+                len(result),
+                sum(int(node_flops(n, sizes)) for _, n in result),
+                sum(int(node_bytes(n, sizes)) for _, n in result),
                 seconds,
                 seconds / total,
                 rule_form(first) if rule is None else "",
@@ -106,8 +106,8 @@ def missing(rows: Sequence[RuleRow]) -> MissingRule | None:
     without = [r for r in rows if r.rule is None]
     if not without:
         return None
-    rows_told = tuple((r.op, r.shape, r.modules, r.location, r.uses) for r in without)
-    return MissingRule(ops=rows_told, form=without[0].form)
+    rows_described = tuple((r.op, r.shape, r.modules, r.location, r.uses) for r in without)
+    return MissingRule(ops=rows_described, form=without[0].form)
 
 
 def missing_note(rows: Sequence[RuleRow]) -> tuple[str, ...]:

@@ -85,8 +85,8 @@ def head_lines(facts: Facts, *, capture: bool = True) -> list[str]:
     kinds = plural(model.block_kinds, "kind")
     blocks = f", {model.blocks} blocks of {kinds}" if model.blocks else ""
     link = ", ".join(f"{x.name} {x.bandwidth / 1e9:.3g} GB/s" for x in cluster.links)
-    told = facts.throughput
-    lines = [precision_line(facts.plan, told)] if told is not None else []
+    throughput = facts.throughput
+    lines = [precision_line(facts.plan, throughput)] if throughput is not None else []
     lines += [
         f"model   {model.name}   {model.parameters:,} parameters in "
         f"{plural(model.tensors, 'tensor')}, batch {model.batch}{tokens}",

@@ -51,28 +51,29 @@ def throughput_of(step: StepGraph, plan: Plan, cluster: Cluster) -> Throughput:
     return Throughput(flops, peak, dtype, given)
 
 
-def precision_line(plan: Plan, told: Throughput) -> str:
+def precision_line(plan: Plan, throughput: Throughput) -> str:
     """The precision, and what another one would gain."""
     if "precision" in plan.pinned or plan.precision.compute != "float32":
         low = plan.precision.stream != "float32"
         kept = "parameters cast to it for every reader" if low else "other ops in float32"
         kept = "every op" if plan.precision.compute == "float32" else f"matmuls; {kept}"
-        return f"precision {told.dtype}, as pinned ({kept})"
-    said = f"precision {told.given} as your script has it"
-    if told.faster is None:
+        return f"precision {throughput.dtype}, as pinned ({kept})"
+    said = f"precision {throughput.given} as your script has it"
+    if throughput.faster is None:
         return said
-    return f"{said}: bf16 would be {told.faster:.1f} x faster (--precision bf16; changes numerics)"
+    faster = f"bf16 would be {throughput.faster:.1f} x faster"
+    return f"{said}: {faster} (--precision bf16; changes numerics)"
 
 
-def rate_line(plan: Plan, told: Throughput, tokens: int | None, seconds: float) -> str:
+def rate_line(plan: Plan, throughput: Throughput, tokens: int | None, seconds: float) -> str:
     """Tokens or examples a second, and the utilisation with its formula."""
     what, each = ("tokens", tokens) if tokens is not None else ("examples", 1)
     rate = plan.batch * each / seconds if seconds else 0.0
-    used = told.utilisation(seconds, plan.devices)
+    used = throughput.utilisation(seconds, plan.devices)
     return (
         f"{number_text(rate)} {what}/s ({number_text(rate / plan.devices)} a device), "
         f"MFU {used:.1%} = FLOPs of forward and backward / (seconds x devices x "
-        f"{number_text(told.peak)}FLOP/s {told.dtype})"
+        f"{number_text(throughput.peak)}FLOP/s {throughput.dtype})"
     )
 
 

@@ -45,14 +45,14 @@ def _about(facts: Facts) -> dict[str, str]:
 
 def _channels(facts: Facts) -> dict[tuple[int, int, str], int]:
     """(rank, destination rank, direction) → track of the sender, from 1 on each rank."""
-    found: dict[tuple[int, int, str], int] = {}
+    results: dict[tuple[int, int, str], int] = {}
     homes = {s.stage: s.rank for s in facts.stages}
     for event in facts.events:
         if event.kind == "send":
             key = (event.rank, homes[event.peer], event.direction)
-            number = 1 + sum(rank == event.rank for rank, _, _ in found)
-            found.setdefault(key, number)
-    return found
+            number = 1 + sum(rank == event.rank for rank, _, _ in results)
+            results.setdefault(key, number)
+    return results
 
 
 def _track(facts: Facts, event: Event, channels: dict[tuple[int, int, str], int]) -> int:

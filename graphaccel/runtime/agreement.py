@@ -135,14 +135,14 @@ class Agreement:
     def _settings(self) -> int:
         """Digest of the optimizer's numeric settings (rates, betas) and its number of steps."""
         groups = () if self._optimizer is None else self._optimizer.param_groups
-        found: list[Any] = [self._optimizer_steps]
+        results: list[Any] = [self._optimizer_steps]
         for group in groups:
             for key, value in group.items():
                 if key != "params":
-                    found += [v for v in (value if isinstance(value, tuple) else (value,))]
+                    results += [v for v in (value if isinstance(value, tuple) else (value,))]
         return digest.of_numbers(
             float(v)
-            for v in found
+            for v in results
             if isinstance(v, (int, float)) or (isinstance(v, torch.Tensor) and v.is_cpu)
         )
 
@@ -164,13 +164,13 @@ class Agreement:
         column = int(differs.any(0).nonzero()[0])
         odd = tuple(differs[:, column].nonzero().flatten().tolist())
         what, late = names[column], names[column] == "before"
-        told = what in ("call", "inputs")
+        states_inputs = what in ("call", "inputs")
         raise BatchesDiffer(
             step=self.steps - late,
             ranks=odd,
             what="values" if late else what,
-            expected=descriptions[0] if told else "",
-            got=descriptions[odd[0]] if told else "",
+            expected=descriptions[0] if states_inputs else "",
+            got=descriptions[odd[0]] if states_inputs else "",
         )
 
     def _lost(self, error: RuntimeError) -> RankLost:

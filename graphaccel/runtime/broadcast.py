@@ -47,7 +47,7 @@ def same_on_all_ranks(
     said: list[Any] = [None] * count
     dist.all_gather_object(said, depends_on(model, None, None))
     if len(set(said)) > 1:
-        other = next(rank for rank, told in enumerate(said) if told != said[0])
+        other = next(rank for rank, described in enumerate(said) if described != said[0])
         raise GraphMisuse(
             what=f"the model of rank {other} is not that of rank 0: they differ in modules, "
             "parameters, buffers or modes",
@@ -140,7 +140,7 @@ def _share(
     """
     said: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(said, (known, depends))
-    if all(has for has, _ in said) or len({told for _, told in said}) > 1:
+    if all(has for has, _ in said) or len({described for _, described in said}) > 1:
         return
     source = next((rank for rank, (has, _) in enumerate(said) if has), 0)
     data: list[bytes | None] = [None]

@@ -93,9 +93,9 @@ class CudaRecorder:
         self._stream.wait_stream(current)
         self._warmed = True
         with torch.cuda.stream(self._stream):
-            made = run()
+            built = run()
         current.wait_stream(self._stream)
-        return made
+        return built
 
     def record(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Record; other threads (NCCL's watchdog) may call the device meanwhile."""
@@ -369,15 +369,15 @@ class StepGraphs:
         assert self._now is not None
         kept: list[Any]
         if self.doing == "record":
-            made, kept = self._record(work)
-            self._now[work.action] = made
+            built, kept = self._record(work)
+            self._now[work.action] = built
         else:
-            made, kept = self._now[work.action], [None] * len(work.results)
-            for place, slot in made.given:
+            built, kept = self._now[work.action], [None] * len(work.results)
+            for place, slot in built.given:
                 self._slots.show(slot).copy_(work.inputs[place])
             work.inputs.clear()
-        made.recording.replay()
-        for place, (kind, slot) in enumerate(made.outputs):
+        built.recording.replay()
+        for place, (kind, slot) in enumerate(built.outputs):
             if slot is not None:
                 shown = self._slots.show(slot)
                 # The script may keep it: the next step must not overwrite it.
@@ -402,11 +402,11 @@ class StepGraphs:
         kept: list[Any] = []
 
         def run() -> None:
-            made = work.graph(inputs)
-            for tensor in (*buckets, *made):  # those in flight; no-op for others
+            built = work.graph(inputs)
+            for tensor in (*buckets, *built):  # those in flight; no-op for others
                 if isinstance(tensor, torch.Tensor):
                     torch.ops._c10d_functional.wait_tensor(tensor)
-            for target, tensor in zip(leaving, made, strict=True):
+            for target, tensor in zip(leaving, built, strict=True):
                 kept.append(tensor if target is None else target[1].copy_(tensor))
 
         try:
@@ -415,11 +415,11 @@ class StepGraphs:
             raise CaptureFailed(
                 stage=stage, phase=kind, cause=str(error).strip().splitlines()[0]
             ) from error
-        made = tuple(
+        built = tuple(
             (value.kind, None if target is None else target[0])
             for value, target in zip(work.results, leaving, strict=True)
         )
-        return _Recorded(recording, tuple(given), made), kept
+        return _Recorded(recording, tuple(given), built), kept
 
     def _leaves(self, value: Value, last: bool) -> bool:
         if value.kind == "carried":  # to the next microbatch, or the shards of a step's gradients

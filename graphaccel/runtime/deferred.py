@@ -51,8 +51,8 @@ def deferred(build: Callable[[], nn.Module]) -> nn.Module:
 
     Raises CannotInitialise (GA212) where `build` does something that cannot be recorded.
     """
-    model, made = record(build)
-    vars(model)[RECORD] = made
+    model, built = record(build)
+    vars(model)[RECORD] = built
     return model
 
 
@@ -73,8 +73,8 @@ def initial_values(model: nn.Module, build: Callable[[], nn.Module] | None = Non
                 help_line="leave init_fn out, or build the model under torch.device('meta')",
             )
         return None
-    made = vars(model).get(RECORD)
-    if build is None and made is None:
+    built = vars(model).get(RECORD)
+    if build is None and built is None:
         build = _from_config(model)
         if build is None:
             raise CannotInitialise(
@@ -83,11 +83,11 @@ def initial_values(model: nn.Module, build: Callable[[], nn.Module] | None = Non
                 "are filled",
             )
     if build is not None:
-        twin, made = record(build, name)
-        _give_attributes(model, twin)
-    assert made is not None
-    _check_same(model, made)
-    return made
+        copied, built = record(build, name)
+        _give_attributes(model, copied)
+    assert built is not None
+    _check_same(model, built)
+    return built
 
 
 def _from_config(model: nn.Module) -> Callable[[], nn.Module] | None:
@@ -105,23 +105,23 @@ def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     ]
 
 
-def _check_same(model: nn.Module, made: Record) -> None:
+def _check_same(model: nn.Module, built: Record) -> None:
     """Raise unless every tensor of the model was recorded, with the same shape and dtype."""
     for name, tensor in _tensors(model):
-        ref = made.tensors.get(name)
+        ref = built.tensors.get(name)
         said = None if ref is None else (ref.dtype, ref.shape)
         if said != (tensor.dtype, tuple(tensor.shape)):
-            found = "nothing" if said is None else f"{list(said[1])} of {said[0]}"
+            match = "nothing" if said is None else f"{list(said[1])} of {said[0]}"
             raise CannotInitialise(
                 model=type(model).__name__,
-                reason=f"`{name}` is {list(tensor.shape)} of {tensor.dtype}, and {found} was built"
+                reason=f"`{name}` is {list(tensor.shape)} of {tensor.dtype}, and {match} was built"
                 " under that name",
             )
 
 
-def _give_attributes(model: nn.Module, twin: nn.Module) -> None:
+def _give_attributes(model: nn.Module, copied: nn.Module) -> None:
     """Replace tensors on the meta device that are neither parameters nor buffers by the twin's."""
-    others = dict(twin.named_modules())
+    others = dict(copied.named_modules())
     for name, module in model.named_modules():
         for key, value in vars(module).items():
             if key not in _HELD and any(_is_meta(x) for x in pytree.tree_leaves(value)):
@@ -139,27 +139,27 @@ def record(build: Callable[[], nn.Module], name: str = "Model") -> tuple[nn.Modu
     Other tensors that modules keep as attributes get their values immediately. Raises
     CannotInitialise (GA212) where `build` does something that cannot be recorded.
     """
-    made = Record()
+    built = Record()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        with mode, _Recorder(made, mode):
+        with mode, _Recorder(built, mode):
             model = build()
     except (_NotRecorded, *UnknownValue) as error:
         raise CannotInitialise(model=name, reason=f"it can not be recorded: {error}") from error
     if not isinstance(model, nn.Module):
         said = f"init_fn returned a {type(model).__name__}, not a torch.nn.Module"
         raise CannotInitialise(model=name, reason=said)
-    _settle(model, made)
-    return model, made
+    _settle(model, built)
+    return model, built
 
 
-def share_record(made: Record) -> None:
+def share_record(built: Record) -> None:
     """Broadcast rank 0's random states to all ranks. Collective.
 
     Raises CannotInitialise (GA212) where the ranks built different models.
     """
-    mine = made.digest()
-    sent: list[Any] = [mine, [s.numpy() for s in made.states()]]
+    mine = built.digest()
+    sent: list[Any] = [mine, [s.numpy() for s in built.states()]]
     dist.broadcast_object_list(sent, 0)
     same: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(same, sent[0] == mine)
@@ -168,23 +168,23 @@ def share_record(made: Record) -> None:
         raise CannotInitialise(
             model="Model", reason=f"rank {ranks} built another model than rank 0, or filled it so"
         )
-    made.with_states(iter(torch.from_numpy(s) for s in sent[1]))
+    built.with_states(iter(torch.from_numpy(s) for s in sent[1]))
 
 
 class _NotRecorded(Exception):
     """Raised for an op that cannot be recorded."""
 
 
-def _settle(model: nn.Module, made: Record) -> None:
+def _settle(model: nn.Module, built: Record) -> None:
     """Move every parameter and buffer to the meta device, and compute every other tensor of a
     module."""
     held: dict[int, tuple[torch.Tensor, Ref, torch.Tensor]] = {}  # the tensor keeps its id() valid
     for name, tensor in _tensors(model):
         if id(tensor) not in held:
             fake = isinstance(tensor, FakeTensor)
-            ref = ref_of(tensor) if fake else made.constant(tensor)
+            ref = ref_of(tensor) if fake else built.constant(tensor)
             held[id(tensor)] = (tensor, ref, _on_meta(tensor))
-        made.tensors[name] = held[id(tensor)][1]
+        built.tensors[name] = held[id(tensor)][1]
     for module in model.modules():
         for own in (module._parameters, module._buffers):
             for name, tensor in own.items():
@@ -194,7 +194,7 @@ def _settle(model: nn.Module, made: Record) -> None:
             if name not in _HELD:
                 if any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(value)):
                     vars(module)[name] = pytree.tree_map_only(
-                        FakeTensor, lambda t: made.value(ref_of(t)), value
+                        FakeTensor, lambda t: built.value(ref_of(t)), value
                     )
 
 
@@ -215,9 +215,9 @@ class _Recorder(TorchDispatchMode):
     used. An op that only reads a tensor's metadata is answered from the tensor.
     """
 
-    def __init__(self, made: Record, mode: FakeTensorMode) -> None:
+    def __init__(self, built: Record, mode: FakeTensorMode) -> None:
         super().__init__()
-        self.made, self.mode = made, mode
+        self.made, self.mode = built, mode
         self._alive: list[Any] = []  # storages, kept alive so that no other one gets the same id
 
     def __torch_dispatch__(
@@ -270,10 +270,10 @@ class _Recorder(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 self._keep(tensor)
             out.append(ref_of(tensor) if isinstance(tensor, torch.Tensor) else None)
-        made = frozenset(r.memory for r in out if r is not None) - known
-        if not written and not made:
+        built = frozenset(r.memory for r in out if r is not None) - known
+        if not written and not built:
             return  # a view
-        fills = set(made)
+        fills = set(built)
         if func._schema.name.removeprefix("aten::") in _FILLS:
             whole = given[0]
             count = self.made.sizes[whole.memory] // whole.dtype.itemsize
@@ -283,7 +283,7 @@ class _Recorder(TorchDispatchMode):
         reads = frozenset(r.memory for r in given) - fills
         args, kwargs = refs
         self.made.append(
-            Call(func, args, kwargs, tuple(out), reads, written | made, frozenset(fills), state)
+            Call(func, args, kwargs, tuple(out), reads, written | built, frozenset(fills), state)
         )
 
     def _draw(self, func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
@@ -306,10 +306,10 @@ class _Recorder(TorchDispatchMode):
 
 def _written(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> list[Any]:
     """The arguments that an op writes to: tensors or what stands for them."""
-    found: list[Any] = []
+    results: list[Any] = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
             leaves = pytree.tree_leaves(value)
-            found += [x for x in leaves if isinstance(x, (Ref, torch.Tensor))]
-    return found
+            results += [x for x in leaves if isinstance(x, (Ref, torch.Tensor))]
+    return results

@@ -144,10 +144,10 @@ def _first_host(nodes: str) -> str:
 
 def _counts(text: str) -> list[int]:
     """Tasks of each node: 2(x3),1 → [2, 2, 2, 1]."""
-    found = []
+    results = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-        found += [int(count)] * int(times or 1)
-    return found
+        results += [int(count)] * int(times or 1)
+    return results
 
 
 def _digits(text: str | None) -> str:

@@ -53,8 +53,8 @@ def for_gloo(node: fx.Node, place: int) -> None:
         for user in list(node.users):
             assert user.target is operator.getitem
             which = operands(user)[1]
-            made = _gathered(node, parts[which], ranks, group, place, values[which])
-            user.replace_all_uses_with(made)
+            built = _gathered(node, parts[which], ranks, group, place, values[which])
+            user.replace_all_uses_with(built)
             user.graph.erase_node(user)
     elif node.target is _c10d.reduce_scatter_tensor.default and node.args[1] == "sum":
         _scattered(node)
@@ -110,6 +110,6 @@ def _scattered(node: fx.Node) -> None:
 
 def _call(before: fx.Node, target: Any, args: tuple, value: Any) -> fx.Node:
     with before.graph.inserting_before(before):
-        made = before.graph.call_function(target, args)
-    made.meta = {**before.meta, "val": value}
-    return made
+        built = before.graph.call_function(target, args)
+    built.meta = {**before.meta, "val": value}
+    return built

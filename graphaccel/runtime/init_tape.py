@@ -108,9 +108,9 @@ class Record:
             Ref, lambda r: r.on(self._memory(r.memory, memories)), (call.args, dict(call.kwargs))
         )
         result = _drawn(call.op, args, kwargs, call.state)
-        for ref, made in zip(call.out, pytree.tree_leaves(result), strict=True):
+        for ref, built in zip(call.out, pytree.tree_leaves(result), strict=True):
             if ref is not None and ref.memory in call.fills:
-                memories[ref.memory] = made.untyped_storage()
+                memories[ref.memory] = built.untyped_storage()
 
     def _memory(
         self, memory: int, memories: dict[int, torch.UntypedStorage]

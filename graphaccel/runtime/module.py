@@ -63,7 +63,7 @@ def attach(
     def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return state(original.state_dict(self, *args, **kwargs), kwargs.get("prefix", ""))
 
-    made = type(
+    built = type(
         original.__name__,
         (original,),
         {
@@ -81,7 +81,7 @@ def attach(
             "graphaccel": handle,
         },
     )
-    model.__class__ = made
+    model.__class__ = built
 
 
 def _generating(
@@ -122,17 +122,17 @@ class HandOut(torch.autograd.Function):
         ctx: Any,
         result: StepResult,
         marks: bool,
-        away: bool,
+        offloaded: bool,
         names: tuple[str, ...],
         *parameters: torch.Tensor,
     ) -> Any:
         """The loss; `parameters` are those that may get a gradient, named `names`.
 
         marks: after an overflow there is a NaN in every gradient, for the optimizer's step to
-        detect; otherwise there are no gradients, which needs a device synchronisation. away:
+        detect; otherwise there are no gradients, which needs a device synchronisation. offloaded:
         parameters are offloaded to the host, and get their gradients there.
         """
-        ctx.result, ctx.marks, ctx.away, ctx.names = result, marks, away, names
+        ctx.result, ctx.marks, ctx.away, ctx.names = result, marks, offloaded, names
         ctx.parameters = parameters
         assert result.loss is not None
         return result.loss.clone()

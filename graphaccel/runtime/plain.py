@@ -16,12 +16,12 @@ from graphaccel.errors import PartOfModel
 def looks_like(original: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
     """`forward` with the name, documentation and signature of `original`: trainers read from it
     which data set columns the model takes."""
-    made = functools.wraps(original)(forward)
+    built = functools.wraps(original)(forward)
     try:
-        made.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
+        built.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
     except (TypeError, ValueError):  # of a callable without a signature
         pass
-    return made
+    return built
 
 
 def copying(original: type[nn.Module], whole: Callable[[], bool]) -> dict[str, Any]:
@@ -41,12 +41,12 @@ def copying(original: type[nn.Module], whole: Callable[[], bool]) -> dict[str, A
 
     def deepcopy(self: nn.Module, memo: dict[int, Any]) -> Any:
         cls = original if whole() else type(self)
-        made = cls.__new__(cls)
-        memo[id(self)] = made
+        built = cls.__new__(cls)
+        memo[id(self)] = built
         state_of = getattr(original, "__getstate__", None)
         state = self.__dict__ if state_of is None else state_of(self)
-        made.__setstate__(copy.deepcopy(state, memo))
-        return made
+        built.__setstate__(copy.deepcopy(state, memo))
+        return built
 
     own: dict[str, Any] = {"__reduce_ex__": reduce}
     if not hasattr(original, "__deepcopy__"):

@@ -67,11 +67,11 @@ class Session:
         matmul_precision: str = "",
         recorder: Recorder | None = None,
         *,
-        away: bool = False,
+        offloaded: bool = False,
     ) -> None:
         """matmul_precision: `planner.plan.plan.Precision.matmul`. recorder: of training steps.
-        away: parameters are offloaded to the host, and their gradients are handed out there."""
-        self.model, self.mesh, self.scale, self.away = model, mesh, scale, away
+        offloaded: parameters are on the host, and their gradients are handed out there."""
+        self.model, self.mesh, self.scale, self.away = model, mesh, scale, offloaded
         self._matmul_precision, self._recorder = matmul_precision, recorder
         self.homes: dict[str, tuple[int, ...]] = {}
         self.groups: tuple[tuple[str, ...], ...] = ()
@@ -160,9 +160,9 @@ class Session:
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             if parameter.is_meta:
                 value = self._resting(self._value(name, parameter))
-                made = nn.Parameter(value, requires_grad=parameter.requires_grad)
-                vars(made).update(vars(parameter))
-                torch.utils.swap_tensors(parameter, made)
+                built = nn.Parameter(value, requires_grad=parameter.requires_grad)
+                vars(built).update(vars(parameter))
+                torch.utils.swap_tensors(parameter, built)
                 reregister_hooks(parameter)
 
     def _value(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -334,14 +334,14 @@ class Session:
                 compiled, self._buckets, agree
             )
         with torch.no_grad():
-            made = executor.forward(leaves)
-        order = tuple(made.outputs)
+            built = executor.forward(leaves)
+        order = tuple(built.outputs)
         wanting = [
             i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.requires_grad
         ]
         outputs = HandIn.apply(
             executor,
-            made,
+            built,
             tracked,
             self.away,
             tuple(name for name, _ in parameters),
@@ -435,5 +435,5 @@ def _all_axes(program: StepProgram, mesh: Mesh) -> set[str]:
     names = {*program.resting, *program.owned}
     splits = [f(n) for n in names for f in (program.gradient_splits, program.state_splits)]
     splits += [program.resting.get(n, ()) for n in names]
-    sets = [{s.axis for s in found} for found in splits]
-    return {mesh.joined(found) for found in sets if found}
+    sets = [{s.axis for s in match} for match in splits]
+    return {mesh.joined(match) for match in sets if match}

@@ -217,14 +217,14 @@ def stage_ranks(schedule: Schedule) -> dict[int, int]:
 
     Raises ``ValueError`` when two ranks compute the same stage.
     """
-    found: dict[int, int] = {}
+    results: dict[int, int] = {}
     for rank, actions in enumerate(schedule):
         for action in actions:
             if action.kind in COMPUTING:
-                owner = found.setdefault(action.stage, rank)
+                owner = results.setdefault(action.stage, rank)
                 if owner != rank:
                     raise ValueError(f"stage {action.stage} is on ranks {owner} and {rank}")
-    return dict(sorted(found.items()))
+    return dict(sorted(results.items()))
 
 
 def format_schedule(schedule: Schedule) -> str:

@@ -58,15 +58,15 @@ class Name:
 
 def names_of(graph: fx.Graph, inputs: Sequence[GraphInput]) -> dict[fx.Node, Name]:
     """The names of a graph's inputs and calls. inputs: of its first placeholders."""
-    found: dict[fx.Node, Name] = {}
+    results: dict[fx.Node, Name] = {}
     specs = iter(inputs)
     for node in graph.find_nodes(op="placeholder"):
         spec = next(specs, None)
         if spec is not None and spec.kind in HELD:
             block = block_of(spec.name)
-            found[node] = Name(block, PARAMETERS, _inside(spec.name, block))
+            results[node] = Name(block, PARAMETERS, _inside(spec.name, block))
         else:
-            found[node] = Name("", "inputs", node.name)
+            results[node] = Name("", "inputs", node.name)
     seen: Counter[Name] = Counter()
     for node, block in _owned(graph):
         path, op = node.meta.get("module", ""), target_text(node.target).removeprefix("aten.")
@@ -75,11 +75,11 @@ def names_of(graph: fx.Graph, inputs: Sequence[GraphInput]) -> dict[fx.Node, Nam
         name = Name(block, node.meta.get("phase", "forward"), label)
         seen[name] += 1
         count = seen[name]
-        found[node] = name if count == 1 else replace(name, label=f"{label} {count}")
+        results[node] = name if count == 1 else replace(name, label=f"{label} {count}")
     for node in graph.find_nodes(op="call_function", target=operator.getitem):
-        name = found[node.args[0]]
-        found[node] = replace(name, label=f"{name.label} [{node.args[1]}]")
-    return found
+        name = results[node.args[0]]
+        results[node] = replace(name, label=f"{name.label} [{node.args[1]}]")
+    return results
 
 
 def written(
@@ -91,11 +91,11 @@ def written(
     kept: dict[fx.Node, dict[int, Placement]] = {}
     for (node, k), place in placements.versions.items():
         kept.setdefault(node, {})[k] = place
-    found = {names[node]: placement_text(place) for node, place in placements.held.items()}
+    results = {names[node]: placement_text(place) for node, place in placements.held.items()}
     for node, row in placements.rows.items():
         own = renamed(row, lambda by: _reference(names[nodes[by]], names[node]))  # noqa: B023
-        found[names[node]] = call_text(own, kept.get(node, {}))
-    return found
+        results[names[node]] = call_text(own, kept.get(node, {}))
+    return results
 
 
 def read(

@@ -49,14 +49,14 @@ def read_placement(text: str) -> Placement | None:
         return text
     if text == _ANY:
         return None
-    found = _SHARD.fullmatch(text)
-    if found is None:
+    match = _SHARD.fullmatch(text)
+    if match is None:
         raise ValueError(f"{text!r} is no placement")
     options = {name: by if not number else int(number) for name, number, by in
-               _OPTION.findall(found[2])}  # fmt: skip
+               _OPTION.findall(match[2])}  # fmt: skip
     if unknown := sorted(set(options) - {"outer", "padding", "by", "experts"}):
         raise ValueError(f"{text!r}: a shard has no {unknown[0]}")
-    return Shard(int(found[1]), **options)  # type: ignore[arg-type]
+    return Shard(int(match[1]), **options)  # type: ignore[arg-type]
 
 
 def call_text(row: Row, kept: Mapping[int, Placement]) -> str:
@@ -79,8 +79,8 @@ def read_call(text: str) -> tuple[Row, dict[int, Placement]]:
     for part in rest:
         if part.startswith("lowered as "):
             lowering = part.removeprefix("lowered as ")
-        elif found := re.fullmatch(r"keeps (\d+) (.+)", part):
-            kept[int(found[1])] = _tensor(found[2])
+        elif match := re.fullmatch(r"keeps (\d+) (.+)", part):
+            kept[int(match[1])] = _tensor(match[2])
         else:
             raise ValueError(f"{part!r} is neither a lowering nor a second placement")
     outputs = tuple(map(_tensor, _listed(gives)))

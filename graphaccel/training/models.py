@@ -95,8 +95,8 @@ def _class(task: str, config: PretrainedConfig) -> type[nn.Module]:
             what=f"transformers has no `{config.model_type}` for {task}",
             help_line=f"--task {' | '.join(fitting)}" if fitting else "",
         )
-    found = kind._model_mapping[type(config)]
-    return found[0] if isinstance(found, (list, tuple)) else found
+    result = kind._model_mapping[type(config)]
+    return result[0] if isinstance(result, (list, tuple)) else result
 
 
 def make_model(task: str, model: str, config: PretrainedConfig) -> nn.Module:

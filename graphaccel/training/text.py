@@ -40,12 +40,12 @@ def load_tokenizer(settings: Settings) -> PreTrainedTokenizerFast:
     if not file.is_file():
         raise BadTraining(what=f"there is no tokenizer `{file}`", help_line="--tokenizer bytes")
     if place.is_dir() and (place / "tokenizer_config.json").is_file():
-        found = PreTrainedTokenizerFast.from_pretrained(place)
+        result = PreTrainedTokenizerFast.from_pretrained(place)
     else:
-        found = PreTrainedTokenizerFast(tokenizer_file=str(file))
-    if found.pad_token is None:
-        found.pad_token = found.eos_token or next(iter(found.get_vocab()))
-    return found
+        result = PreTrainedTokenizerFast(tokenizer_file=str(file))
+    if result.pad_token is None:
+        result.pad_token = result.eos_token or next(iter(result.get_vocab()))
+    return result
 
 
 def _bytes() -> PreTrainedTokenizerFast:
@@ -176,10 +176,10 @@ def read_examples(paths: Sequence[str], keys: Sequence[str], skip: bool) -> list
 
     skip: leave out lines that are no such object. Raises BadData (GA417) with file and line.
     """
-    found = [example for path in paths for example in _lines(Path(path), keys, skip)]
-    if not found:
+    results = [example for path in paths for example in _lines(Path(path), keys, skip)]
+    if not results:
         raise BadData(place=", ".join(paths), reason="it has no example", help_line="")
-    return found
+    return results
 
 
 def _lines(path: Path, keys: Sequence[str], skip: bool) -> Iterator[dict[str, Any]]:

@@ -111,11 +111,11 @@ def _is_causal(mask: fx.Node, size: int) -> bool:
         column = torch.arange(size)
         for rows in _chunks(size):
             try:
-                found = values.rows(mask, rows)
+                result = values.rows(mask, rows)
             except (RuntimeError, IndexError):  # shapes do not match for few examples
                 return False
             wanted = column <= rows[:, None]
-            if found is None or not torch.equal(found, wanted.expand(found.shape)):
+            if result is None or not torch.equal(result, wanted.expand(result.shape)):
                 return False
     return True
 

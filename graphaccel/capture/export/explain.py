@@ -66,9 +66,9 @@ def explained(error: Exception, model: nn.Module, weights: Weights) -> Exception
         checked = any(name.startswith(_DISTRIBUTIONS) for name in files)
         return TensorBranch(module=where, location=location, distribution=checked)
     if isinstance(error, Unregistered):
-        found = weights.described(error.tensor)
+        result = weights.described(error.tensor)
         return UnregisteredWeight(
-            module=where, name=found.name, line=found.line, of=error.of, location=location
+            module=where, name=result.name, line=result.line, of=error.of, location=location
         )
     if isinstance(error, RuleRefused):
         inner = None if error.__cause__ is None else _user_frame(error.__cause__)

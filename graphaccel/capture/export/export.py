@@ -156,8 +156,8 @@ class _WithLoss(nn.Module):
                 output = self._loss_fn(self.model(*args, **kwargs), *targets)
         leaves, spec = flatten_output(output)
         loss = None if self._loss_fn == OUTSIDE else find_loss(output)
-        found = (i for i, x in enumerate(leaves) if x is loss)
-        position = None if loss is None else next(found, None)
+        result = (i for i, x in enumerate(leaves) if x is loss)
+        position = None if loss is None else next(result, None)
         unseen = loss is not None and position is None
         if unseen or not any(x is None or isinstance(x, torch.Tensor) for x in leaves):
             raise UnseenOutput(type(output).__name__, "the loss" if unseen else "a tensor")
@@ -355,9 +355,9 @@ def _batched_experts(model: nn.Module) -> Iterator[None]:
     """Select an implementation of Hugging Face's experts that can be captured: one loops over the
     experts that were hit, which no graph can express, one sorts the whole batch. The one with a
     fixed shape for every row can be captured and sharded; what runs is `kernels.ops.experts`."""
-    found: list[Any] = [m for m in model.modules() if hasattr(m, "set_experts_implementation")]
-    before = [m.get_experts_implementation() for m in found]
-    able = [(m, b) for m, b in zip(found, before, strict=True) if set(b.values()) & _SAME_EXPERTS]
+    results: list[Any] = [m for m in model.modules() if hasattr(m, "set_experts_implementation")]
+    before = [m.get_experts_implementation() for m in results]
+    able = [(m, b) for m, b in zip(results, before, strict=True) if set(b.values()) & _SAME_EXPERTS]
     try:
         for module, _ in able:
             module.set_experts_implementation("batched_mm")

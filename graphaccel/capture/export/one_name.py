@@ -44,7 +44,7 @@ def _stand_in(module: nn.Module) -> nn.Module:
     def write(self: nn.Module, name: str, value: Any) -> None:
         setattr(module, name, value)
 
-    made = kind.__new__(type(kind.__name__, (kind,), {"__getattr__": read, "__setattr__": write}))
-    made.__dict__.update(module.__dict__)
-    made.__dict__.update(_parameters=dict(module._parameters), _buffers={})
-    return made
+    built = kind.__new__(type(kind.__name__, (kind,), {"__getattr__": read, "__setattr__": write}))
+    built.__dict__.update(module.__dict__)
+    built.__dict__.update(_parameters=dict(module._parameters), _buffers={})
+    return built

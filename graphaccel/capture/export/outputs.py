@@ -49,13 +49,13 @@ def _flatten(opened: _Opened) -> tuple[list[Any], Any]:
 
 def _unflatten(values: Any, context: Any) -> Any:
     kind, given, names = context
-    made, following = kind.__new__(kind), iter(values)
+    built, following = kind.__new__(kind), iter(values)
     for key in given or ():
         ordered = OrderedDict if issubclass(kind, OrderedDict) else dict
-        ordered.__setitem__(made, key, next(following))
+        ordered.__setitem__(built, key, next(following))
     for name in names:
-        object.__setattr__(made, name, next(following))
-    return made
+        object.__setattr__(built, name, next(following))
+    return built
 
 
 pytree.register_pytree_node(_Opened, _flatten, _unflatten)

@@ -178,8 +178,8 @@ def python_function() -> Any:
             return [result.empty() for result in CALLS.get().calls[call].results]
 
         torch.library.register_fake(f"graphaccel::{name}", fake, lib=library)
-        made: Any = ops.python_function.default
-        made.graphaccel_library = library  # kept alive as long as its op
+        built: Any = ops.python_function.default
+        built.graphaccel_library = library  # kept alive as long as its op
     return ops.python_function.default
 
 

@@ -103,8 +103,8 @@ def _applied(kind: type[Function], args: tuple) -> Any:
         Slot(next(numbers)) if isinstance(x, torch.Tensor) else None if i in places else x
         for i, x in enumerate(args)
     )
-    made = iter(record(Call(target, template, results), tensors))
-    rebuilt = [next(made) if isinstance(x, Slot) else x for x in structure[1]]
+    built = iter(record(Call(target, template, results), tensors))
+    rebuilt = [next(built) if isinstance(x, Slot) else x for x in structure[1]]
     return rebuilt[0] if structure[0] is None else tuple(rebuilt)
 
 
@@ -120,11 +120,11 @@ class _Recorded(Function):
 
     @staticmethod
     def forward(ctx: Any, number: int, call: Call, *tensors: torch.Tensor) -> Any:
-        made = tuple(python_function()(list(tensors), number))
-        fixed = [t for t, r in zip(made, call.results, strict=True) if not r.differentiable]
+        built = tuple(python_function()(list(tensors), number))
+        fixed = [t for t, r in zip(built, call.results, strict=True) if not r.differentiable]
         ctx.mark_non_differentiable(*fixed)
         ctx.name = call.target.name
-        return made
+        return built
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
@@ -210,8 +210,8 @@ def _apart(value: Any) -> Any:
     """A separate tensor without data, with the layout of a traced one."""
     if not isinstance(value, torch.Tensor):
         return value
-    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-    return apply_function(_Inner, made.requires_grad_()) if value.requires_grad else made
+    built = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    return apply_function(_Inner, built.requires_grad_()) if value.requires_grad else built
 
 
 class _Inner(Function):
@@ -241,8 +241,8 @@ class _Alone(TorchDispatchMode):
         kwargs = kwargs or {}
         for value in pytree.tree_leaves((args, kwargs)):
             if isinstance(value, torch.Tensor) and storage_key(value) not in self._known:
-                made_here = func in (aten.lift_fresh.default, aten.lift.default)
-                if not made_here or value.numel() != 1:  # `torch.tensor(0.5)` is a number
+                built_here = func in (aten.lift_fresh.default, aten.lift.default)
+                if not built_here or value.numel() != 1:  # `torch.tensor(0.5)` is a number
                     raise RuleRefused(
                         self._what,
                         f"it reads a tensor of shape {list(value.shape)} that is not among its "

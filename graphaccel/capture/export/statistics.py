@@ -29,25 +29,25 @@ class _Reduction(NamedTuple):
 
 
 def _var(func: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    made = _reduction(x, args, kwargs)
-    return func(x, *args, **kwargs) if made is None else _moments(x, made)[0]
+    built = _reduction(x, args, kwargs)
+    return func(x, *args, **kwargs) if built is None else _moments(x, built)[0]
 
 
 def _std(func: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    made = _reduction(x, args, kwargs)
-    return func(x, *args, **kwargs) if made is None else _root(_moments(x, made)[0])
+    built = _reduction(x, args, kwargs)
+    return func(x, *args, **kwargs) if built is None else _root(_moments(x, built)[0])
 
 
 def _var_mean(func: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    made = _reduction(x, args, kwargs)
-    return func(x, *args, **kwargs) if made is None else _moments(x, made)
+    built = _reduction(x, args, kwargs)
+    return func(x, *args, **kwargs) if built is None else _moments(x, built)
 
 
 def _std_mean(func: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    made = _reduction(x, args, kwargs)
-    if made is None:
+    built = _reduction(x, args, kwargs)
+    if built is None:
         return func(x, *args, **kwargs)
-    var, mean = _moments(x, made)
+    var, mean = _moments(x, built)
     return _root(var), mean
 
 
@@ -63,11 +63,11 @@ def _cov(func: Callable[..., Any], x: Tensor, **kwargs: Any) -> Tensor:
 def _corrcoef(func: Callable[..., Any], x: Tensor) -> Tensor:
     if not x.is_floating_point() or x.dim() > 2:
         return func(x)
-    made = _cov(torch.cov, x)
-    if made.dim() == 0:
-        return made / made
-    scale = made.diagonal().sqrt()
-    return (made / scale.unsqueeze(1) / scale.unsqueeze(0)).clamp(-1, 1)
+    built = _cov(torch.cov, x)
+    if built.dim() == 0:
+        return built / built
+    scale = built.diagonal().sqrt()
+    return (built / scale.unsqueeze(1) / scale.unsqueeze(0)).clamp(-1, 1)
 
 
 def _instance_norm(
@@ -83,13 +83,13 @@ def _instance_norm(
 ) -> Tensor:
     if running_mean is None or running_var is None or not use_input_stats:
         return func(x, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
-    made = func(x, None, None, weight, bias, True, momentum, eps)
+    built = func(x, None, None, weight, bias, True, momentum, eps)
     with torch.no_grad():
         kept = _Reduction(tuple(range(2, x.dim())), False, prod(x.shape[2:]) - 1)
         var, mean = _moments(x, kept)
         for running, one in ((running_mean, mean), (running_var, var)):
             running.mul_(1 - momentum).add_(one.mean(0), alpha=momentum)
-    return made
+    return built
 
 
 FORMS: Mapping[Any, Callable[..., Any]] = {
@@ -131,12 +131,12 @@ def _reduction(x: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _
     return _Reduction(dims, bool(given.get("keepdim", False)), int(count))
 
 
-def _moments(x: Tensor, made: _Reduction) -> tuple[Tensor, Tensor]:
+def _moments(x: Tensor, reduction: _Reduction) -> tuple[Tensor, Tensor]:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    mean = wide.mean(made.dims, keepdim=True)
-    var = (wide - mean).square().sum(made.dims, keepdim=made.keepdim) / made.count
-    if not made.keepdim:
-        mean = wide.mean(made.dims)
+    mean = wide.mean(reduction.dims, keepdim=True)
+    var = (wide - mean).square().sum(reduction.dims, keepdim=reduction.keepdim) / reduction.count
+    if not reduction.keepdim:
+        mean = wide.mean(reduction.dims)
     return var.to(x.dtype), mean.to(x.dtype)
 
 
@@ -157,13 +157,13 @@ def cumulative_averages() -> Iterator[None]:
             return original(self, given)
         self._check_input_dim(given)
         mean, var = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
-        made = F.batch_norm(given, mean, var, self.weight, self.bias, True, 1.0, self.eps)
+        built = F.batch_norm(given, mean, var, self.weight, self.bias, True, 1.0, self.eps)
         with torch.no_grad():
             self.num_batches_tracked.add_(1)
             share = 1 / self.num_batches_tracked.to(mean.dtype)
             self.running_mean.lerp_(mean, share)
             self.running_var.lerp_(var, share)
-        return made
+        return built
 
     with patch.object(_BatchNorm, "forward", forward):
         yield

@@ -46,8 +46,8 @@ class Weights:
         if id(tensor) in self._names:
             return
         of = self._memory.get(memory_of(tensor), "")
-        made_here = isinstance(tensor, FakeTensor) and not isinstance(tensor, nn.Parameter)
-        if of or (tensor.requires_grad and not made_here):
+        built_here = isinstance(tensor, FakeTensor) and not isinstance(tensor, nn.Parameter)
+        if of or (tensor.requires_grad and not built_here):
             raise Unregistered(tensor, of)
 
     def join(self, program: Any) -> None:
@@ -69,13 +69,13 @@ class Weights:
         """Names of constants → where the model holds them, as `closures.read_attribute` reads it;
         without those that it does not hold (created in the forward, a global)."""
         laid = {layout_of(tensor): name for name, tensor in constants.items()}
-        found: dict[str, str] = {}
+        results: dict[str, str] = {}
         for held in held_by_module(self._model) if laid else ():
             if isinstance(held.value, torch.Tensor) and not held.closed:
                 name = laid.get(layout_of(held.value))
                 if name is not None:
-                    found.setdefault(name, ".".join(held.path))
-        return found
+                    results.setdefault(name, ".".join(held.path))
+        return results
 
     def described(self, tensor: torch.Tensor) -> WeightSource:
         """The name of a tensor that `check` refuses, and how to register it."""

@@ -63,30 +63,30 @@ def repeated_forward(
         if other.returned != short.returned:
             raise NotRepeated("what the model returns depends on the number of layers")
     pattern = Pattern(runs, _layered(short), [_layered(f) for f in longer])
-    made = Unfolded(pattern)
-    inputs = input_specs(made, short.inputs)
+    unfolded = Unfolded(pattern)
+    inputs = input_specs(unfolded, short.inputs)
     constants = {
         spec.name: short.constants[short.inputs[i].name]
-        for (i, _), spec in zip(made.inputs, inputs, strict=True)
+        for (i, _), spec in zip(unfolded.inputs, inputs, strict=True)
         if spec.kind == "constant"
     }
     return replace(
         short,
-        graph=made.module(short.graph),
+        graph=unfolded.module(short.graph),
         inputs=inputs,
-        outputs=_outputs(made, short.outputs),
+        outputs=_outputs(unfolded, short.outputs),
         constants=constants,
-        attributes=_attributes(runs, short, made, inputs),
+        attributes=_attributes(runs, short, unfolded, inputs),
     )
 
 
 def _attributes(
-    runs: Sequence[Run], short: ForwardGraph, made: Unfolded, inputs: Sequence[GraphInput]
+    runs: Sequence[Run], short: ForwardGraph, unfolded: Unfolded, inputs: Sequence[GraphInput]
 ) -> dict[str, str]:
     """Where the model of all layers holds the constants. Raises NotRepeated where the place in some
     layer differs from what the name implies."""
-    found = {}
-    for (i, _), spec in zip(made.inputs, inputs, strict=True):
+    results = {}
+    for (i, _), spec in zip(unfolded.inputs, inputs, strict=True):
         own = short.inputs[i]
         path = short.attributes.get(own.name) if spec.kind == "constant" else None
         if path is None:
@@ -95,8 +95,8 @@ def _attributes(
             path = spec.name.removeprefix("model.")
         elif any(run.number(path) is not None for run in runs):
             raise NotRepeated(f"{path} is a constant of a layer without a name of its own")
-        found[spec.name] = path
-    return found
+        results[spec.name] = path
+    return results
 
 
 def repeated_sizes(
@@ -109,14 +109,14 @@ def repeated_sizes(
 
     Raises NotRepeated."""
     pattern = Pattern(runs, _layered(short), [_layered(f) for f in longer])
-    found = []
+    results = []
     for other in others:
-        made = Unfolded(pattern.at(_layered(other)))
-        inputs = input_specs(made, other.inputs)
-        graph = made.module(other.graph)
-        outputs = _outputs(made, other.outputs)
-        found.append(replace(other, graph=graph, inputs=inputs, outputs=outputs))
-    return found
+        unfolded = Unfolded(pattern.at(_layered(other)))
+        inputs = input_specs(unfolded, other.inputs)
+        graph = unfolded.module(other.graph)
+        outputs = _outputs(unfolded, other.outputs)
+        results.append(replace(other, graph=graph, inputs=inputs, outputs=outputs))
+    return results
 
 
 def repeated_joint(runs: Sequence[Run], short: Joint, longer: Sequence[Joint]) -> Joint:
@@ -124,23 +124,23 @@ def repeated_joint(runs: Sequence[Run], short: Joint, longer: Sequence[Joint]) -
     `short`. Raises NotRepeated."""
     pattern = Pattern(runs, layered(*short), [layered(*each) for each in longer])
     pattern.copy_metadata("dims", "sizes")
-    made = Unfolded(pattern)
+    unfolded = Unfolded(pattern)
     return (
-        made.module(short[0]),
-        input_specs(made, short[1]),
-        _outputs(made, short[2]),
+        unfolded.module(short[0]),
+        input_specs(unfolded, short[1]),
+        _outputs(unfolded, short[2]),
     )
 
 
-def _outputs(made: Unfolded, short: Sequence[GraphOutput]) -> tuple[GraphOutput, ...]:
-    return tuple(replace(short[i], name=name or short[i].name) for i, name in made.outputs)
+def _outputs(unfolded: Unfolded, short: Sequence[GraphOutput]) -> tuple[GraphOutput, ...]:
+    return tuple(replace(short[i], name=name or short[i].name) for i, name in unfolded.outputs)
 
 
-def input_specs(made: Unfolded, short: Sequence[GraphInput]) -> tuple[GraphInput, ...]:
+def input_specs(unfolded: Unfolded, short: Sequence[GraphInput]) -> tuple[GraphInput, ...]:
     """The specs of the repeated graph's placeholders."""
     return tuple(
         replace(short[i], name=_prefix(short[i]) + name)
-        for i, name in made.inputs
+        for i, name in unfolded.inputs
         if i < len(short)
     )
 

@@ -34,9 +34,9 @@ def find_runs(model: nn.Module, least: int) -> tuple[Run, ...]:
     parameter with another module are excluded.
     """
     shared = _shared(model)
-    found: list[Run] = []
+    results: list[Run] = []
     for path, module in model.named_modules():
-        if any(_inside(path, run) for run in found):
+        if any(_inside(path, run) for run in results):
             continue
         children = list(module._modules.values())
         if [*module._modules] != [str(i) for i in range(len(children))]:
@@ -47,20 +47,20 @@ def find_runs(model: nn.Module, least: int) -> tuple[Run, ...]:
                 continue
             run = Run(path, start, end - start)
             if run.count >= least and not any(_inside(name, run) for name in shared):
-                found.append(run)
+                results.append(run)
             start = end
-    return tuple(found)
+    return tuple(results)
 
 
 def shortened(model: nn.Module, runs: Mapping[Run, int]) -> nn.Module:
     """A copy of the model, on the same parameters, with the given number of layers of each run."""
-    made = _shallow(model)
-    new = {model: made}
+    built = _shallow(model)
+    new = {model: built}
     by_path: dict[str, list[Run]] = {}
     for run in runs:
         by_path.setdefault(run.path, []).append(run)
     for path, own in by_path.items():
-        holder: Any = made
+        holder: Any = built
         for name in path.split(".") if path else ():
             old: Any = holder._modules[name]
             if old not in new.values():
@@ -70,7 +70,7 @@ def shortened(model: nn.Module, runs: Mapping[Run, int]) -> nn.Module:
         kept = [m for i, m in enumerate(holder._modules.values()) if i not in gone]
         holder._modules = {str(i): m for i, m in enumerate(kept)}
     functions_follow(model, new)
-    return made
+    return built
 
 
 def prove_repeats(
@@ -135,10 +135,10 @@ def _identical(left: nn.Module | None, right: nn.Module | None) -> bool:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    found = {k: v for k, v in vars(module).items() if isinstance(v, (*_PLAIN, torch.Tensor))}
+    results = {k: v for k, v in vars(module).items() if isinstance(v, (*_PLAIN, torch.Tensor))}
     tensors = {**module._parameters, **module._buffers}
-    found |= {f"tensor {k}": None if t is None else _described(t) for k, t in tensors.items()}
-    return found
+    results |= {f"tensor {k}": None if t is None else _described(t) for k, t in tensors.items()}
+    return results
 
 
 def _same_values(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -155,9 +155,9 @@ def _described(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _shallow(module: nn.Module) -> nn.Module:
-    made = copy.copy(module)
-    made._modules = dict(module._modules)
-    return made
+    built = copy.copy(module)
+    built._modules = dict(module._modules)
+    return built
 
 
 class _Watch(TorchDispatchMode):
@@ -229,13 +229,13 @@ class _Watch(TorchDispatchMode):
         return repr(value)
 
     def _origin(self, tensor: torch.Tensor) -> Any:
-        made = self._made.get(id(tensor))
-        if made is None and id(tensor) in self._own:
+        built = self._made.get(id(tensor))
+        if built is None and id(tensor) in self._own:
             run, layer, rest = self._own[id(tensor)]
             return (run, self.here[1] - layer if run == self.here[0] >= 0 else layer, rest)
-        if made is None:
+        if built is None:
             return "input" if isinstance(tensor, FakeTensor) else _digest(tensor)
-        (run, layer), place = made
+        (run, layer), place = built
         if run < 0 or self.here[0] < 0:
             last = run >= 0 and layer == self.runs[run].count - 1
             return (run, "last" if last else layer, place)
@@ -318,13 +318,13 @@ def _segments(
     finally:
         for handle in handles:
             handle.remove()
-    found: dict[tuple[int, int], list[Any]] = {}
+    results: dict[tuple[int, int], list[Any]] = {}
     for (run, layer), calls in watch.segments.items():
         if run < 0:
-            found[run, layer] = calls
+            results[run, layer] = calls
         else:
-            found.setdefault((run, 0), []).append(calls)
-    return found
+            results.setdefault((run, 0), []).append(calls)
+    return results
 
 
 def _enter(watch: _Watch, run: int, layer: int) -> Any:

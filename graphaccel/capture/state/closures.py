@@ -64,7 +64,7 @@ def functions_follow(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> No
             if not known:
                 tensors = (*model.parameters(), *model.buffers())
                 known = {id(one): one for one in (*model.modules(), *tensors)}
-                known |= {id(old): made for old, made in new.items()}
+                known |= {id(old): built for old, built in new.items()}
             module.__dict__[name] = copied(value, known, new)
 
 
@@ -86,19 +86,19 @@ def _copied_function(function: FunctionType, memo: dict[int, Any]) -> FunctionTy
     if not isinstance(memo, _Memo) or not _reaches(function, memo):
         return function
     cells = tuple(_copied_cell(cell, memo) for cell in function.__closure__ or ())
-    made = FunctionType(
+    function_type = FunctionType(
         function.__code__, function.__globals__, function.__name__, None, cells or None
     )
-    functools.update_wrapper(made, function)
-    vars(made).pop("__wrapped__", None)
-    memo[id(function)] = made  # before its contents, which may refer to it
-    made.__dict__.update(copy.deepcopy(vars(function), memo))
-    made.__defaults__ = copy.deepcopy(function.__defaults__, memo)
-    made.__kwdefaults__ = copy.deepcopy(function.__kwdefaults__, memo)
+    functools.update_wrapper(function_type, function)
+    vars(function_type).pop("__wrapped__", None)
+    memo[id(function)] = function_type  # before its contents, which may refer to it
+    function_type.__dict__.update(copy.deepcopy(vars(function), memo))
+    function_type.__defaults__ = copy.deepcopy(function.__defaults__, memo)
+    function_type.__kwdefaults__ = copy.deepcopy(function.__kwdefaults__, memo)
     for new, old in zip(cells, function.__closure__ or (), strict=True):
         if new is not old and _is_filled(old) and not _is_filled(new):
             new.cell_contents = copy.deepcopy(old.cell_contents, memo)
-    return made
+    return function_type
 
 
 def _copied_cell(cell: CellType, memo: _Memo) -> CellType:

@@ -149,8 +149,8 @@ class _Passes:
         self._model, self._reads = model, reads
         tensors = (*model.parameters(), *model.buffers(), *batch.tensors.values())
         self._own = frozenset(map(memory_of, tensors))
-        found = places(model, reads)
-        self._passes = [_Pass(found, Ops(), frozenset(), _states(found), {})]
+        result = places(model, reads)
+        self._passes = [_Pass(result, Ops(), frozenset(), _states(result), {})]
         self.seeded = False
 
     def ran(self, forward: Callable[[Ops], bool]) -> bool:
@@ -162,9 +162,9 @@ class _Passes:
         self.seeded |= not torch.equal(state, torch.random.get_rng_state())
         after = self._versions()
         wrote = frozenset(n for n, number in after.items() if before.get(n) != number)
-        found = places(self._model, self._reads)
+        result = places(self._model, self._reads)
         kept = kept_by(self._model, ops.computed)
-        self._passes.append(_Pass(found, ops, wrote, _states(found), kept))
+        self._passes.append(_Pass(result, ops, wrote, _states(result), kept))
         return ran
 
     @property
@@ -291,9 +291,9 @@ class _Passes:
         return {name: version(tensor) for name, tensor in named}
 
 
-def _states(found: Mapping[str, Place]) -> tuple[Any, ...]:
+def _states(result: Mapping[str, Place]) -> tuple[Any, ...]:
     """The states of the generators of Python and NumPy, and of those that the forward reads."""
-    own = [_state(p.value) for p in found.values()]
+    own = [_state(p.value) for p in result.values()]
     return random.getstate(), _comparable(np.random.get_state()), *(s for s in own if s is not None)
 
 
@@ -342,13 +342,13 @@ def _draw(forward: Callable[[], bool], reads: Reads) -> Location | None:
     differs."""
     if reads.draws:
         return reads.draws[0]
-    found = _line_that_changes(lambda: _comparable(np.random.get_state()), forward)
-    return found or line_of(None)
+    result = _line_that_changes(lambda: _comparable(np.random.get_state()), forward)
+    return result or line_of(None)
 
 
 def _line_that_changes(read: Callable[[], Any], forward: Callable[[], bool]) -> Location | None:
     """The user's line after which a state differs from before it."""
-    found: list[Location] = []
+    locations: list[Location] = []
     state = [read()]
     last: dict[FrameType, int] = {}
 
@@ -356,8 +356,8 @@ def _line_that_changes(read: Callable[[], Any], forward: Callable[[], bool]) -> 
         if is_library(frame.f_code.co_filename):
             return trace if event == "call" else None
         now = read()
-        if now != state[0] and not found and frame in last:
-            found.append(Location(frame.f_code.co_filename, last[frame]))
+        if now != state[0] and not locations and frame in last:
+            locations.append(Location(frame.f_code.co_filename, last[frame]))
         state[0], last[frame] = now, frame.f_lineno
         return trace
 
@@ -367,4 +367,4 @@ def _line_that_changes(read: Callable[[], Any], forward: Callable[[], bool]) -> 
         forward()
     finally:
         sys.settrace(before)
-    return found[0] if found else None
+    return locations[0] if locations else None

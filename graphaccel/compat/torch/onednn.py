@@ -55,6 +55,6 @@ def opaque_linear() -> Any:
 
         library.impl(name, run, "CPU")
         torch.library.register_fake(f"graphaccel::{name}", fake, lib=library)
-        made: Any = ops.onednn_linear.default
-        made.graphaccel_library = library  # it lives as long as its op
+        built: Any = ops.onednn_linear.default
+        built.graphaccel_library = library  # it lives as long as its op
     return ops.onednn_linear.default

@@ -39,9 +39,9 @@ def traced_decomposition(
         return target(*positional, **named)
 
     with torch.no_grad():
-        made = make_fx(call, decomposition_table=dict(table))(*(flat[i] for i in places))
-    calls = [n for n in made.graph.nodes if n.op == "call_function"]
-    return None if any(n.target is target for n in calls) else made
+        built = make_fx(call, decomposition_table=dict(table))(*(flat[i] for i in places))
+    calls = [n for n in built.graph.nodes if n.op == "call_function"]
+    return None if any(n.target is target for n in calls) else built
 
 
 def min_cut(

@@ -178,13 +178,13 @@ class Unfolded:
         copy = np.arange(len(reader)) - np.repeat(np.cumsum(times) - times, times) + 1
         beside = (step != 0) & (copy + step >= 1) & (copy + step <= self.count[reader])
         same = (self.middle[target] == self.middle[reader]) & (self.middle[reader] >= 0)
-        found = np.where(
+        match = np.where(
             beside,
             self.start[near] + copy + step - 1,
             self.start[target]
             + np.where(same, copy - 1, np.where(last == 1, self.count[target] - 1, 0)),
         )
-        rows, sources = self.row[self.start[reader] + copy - 1], self.row[found]
+        rows, sources = self.row[self.start[reader] + copy - 1], self.row[match]
         order = np.lexsort((slot, rows))
         return rows[order], sources[order]
 

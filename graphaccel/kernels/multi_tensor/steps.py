@@ -100,11 +100,11 @@ class MultiTensor:
         """
         if not params:
             return None
-        norm, scale, found = self._scaled(grads, around)
+        norm, scale, result = self._scaled(grads, around)
         steps = list(steps)
         on_host = steps[0].device.type == "cpu"
         if self._triton(params):
-            if found is not None and on_host and params[0].device.type != "cpu":
+            if result is not None and on_host and params[0].device.type != "cpu":
                 raise ValueError(
                     "an update that the device may leave out needs step counts on the device: "
                     "fused=True or capturable=True"
@@ -113,12 +113,12 @@ class MultiTensor:
             rows = [(r.lr, r.beta1, r.beta2, r.eps, r.decay) for r in rules]
             self.tables.adam(
                 params, grads, exp_avgs, exp_avg_sqs, steps, rows,
-                [r.decoupled for r in rules], scale, found, around.zero, around.copies,
+                [r.decoupled for r in rules], scale, result, around.zero, around.copies,
             )  # fmt: skip
-            if found is not None:
-                torch._foreach_sub_(steps, [found.to(steps[0].dtype)] * len(steps))
+            if result is not None:
+                torch._foreach_sub_(steps, [result.to(steps[0].dtype)] * len(steps))
             return norm
-        if found is None or not bool(found):
+        if result is None or not bool(result):
             # A number would be converted to a tensor for each of them.
             torch._foreach_add_(steps, torch.ones((), device="cpu"), alpha=1)
             scale = _divided(grads, scale)
@@ -151,16 +151,16 @@ class MultiTensor:
         """
         if not params:
             return None
-        norm, scale, found = self._scaled(grads, around)
+        norm, scale, result = self._scaled(grads, around)
         if self._triton(params):
             rows = [(r.lr, r.momentum, r.dampening, r.decay, float(f))
                     for r, f in zip(rules, first, strict=True)]  # fmt: skip
             kinds = [(b is not None, r.nesterov) for b, r in zip(buffers, rules, strict=True)]
             self.tables.sgd(
-                params, grads, buffers, rows, kinds, scale, found, around.zero, around.copies
+                params, grads, buffers, rows, kinds, scale, result, around.zero, around.copies
             )
             return norm
-        if found is None or not bool(found):
+        if result is None or not bool(result):
             scale = _divided(grads, scale)
             keys = [(id(r), f) for r, f in zip(rules, first, strict=True)]
             for places in _by_equal_keys(keys):
@@ -202,11 +202,13 @@ class MultiTensor:
             norm = norm if around.scale is None else norm / around.scale
         # As in torch.nn.utils.clip_grad_norm_; one division for both.
         divisor = torch.clamp((norm + 1e-6) / around.max_norm, min=1.0)
-        found = around.found_inf
+        result = around.found_inf
         if around.finite:
             infinite = (~torch.isfinite(norm)).to(torch.float32)
-            found = infinite if found is None else torch.maximum(infinite, found.to(torch.float32))
-        return norm, divisor if around.scale is None else divisor * around.scale, found
+            result = (
+                infinite if result is None else torch.maximum(infinite, result.to(torch.float32))
+            )
+        return norm, divisor if around.scale is None else divisor * around.scale, result
 
 
 def _by_equal_keys(keys: Sequence[object]) -> list[list[int]]:

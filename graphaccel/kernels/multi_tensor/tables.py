@@ -46,7 +46,7 @@ class Tables:
         rows: Sequence[tuple[float, ...]],
         decoupled: Sequence[bool],
         scale: Tensor | None,
-        found: Tensor | None,
+        found_inf: Tensor | None,
         zero: bool,
         copies: Sequence[Tensor] | None,
     ) -> None:
@@ -64,9 +64,9 @@ class Tables:
                 table[:, 5].copy_(torch.stack([steps[i] for i in places]))
             adam_kernel[(len(known.chunks),)](
                 known.table, table, known.chunks, table if scale is None else scale,
-                table if found is None else found,
+                table if found_inf is None else found_inf,
                 **_dtypes(kind[:5]), ALIGNED=known.aligned, DECOUPLED=kind[5],
-                SCALED=scale is not None, SKIPS=found is not None, COPIES=copies is not None,
+                SCALED=scale is not None, SKIPS=found_inf is not None, COPIES=copies is not None,
                 ZEROES=zero, CHUNK=CHUNK, SIZE=BLOCK, num_warps=WARPS,
             )  # fmt: skip
 
@@ -78,7 +78,7 @@ class Tables:
         rows: Sequence[tuple[float, ...]],
         kinds: Sequence[tuple[bool, bool]],
         scale: Tensor | None,
-        found: Tensor | None,
+        found_inf: Tensor | None,
         zero: bool,
         copies: Sequence[Tensor] | None,
     ) -> None:
@@ -93,15 +93,15 @@ class Tables:
             table = _sent(numbers, params[0].device)
             sgd_kernel[(len(known.chunks),)](
                 known.table, table, known.chunks, table if scale is None else scale,
-                table if found is None else found,
+                table if found_inf is None else found_inf,
                 **_dtypes(kind[:5]), ALIGNED=known.aligned, MOMENTUM=kind[5], NESTEROV=kind[6],
-                SCALED=scale is not None, SKIPS=found is not None, COPIES=copies is not None,
+                SCALED=scale is not None, SKIPS=found_inf is not None, COPIES=copies is not None,
                 ZEROES=zero, CHUNK=CHUNK, SIZE=BLOCK, num_warps=WARPS,
             )  # fmt: skip
 
     def squares(self, grads: Sequence[Tensor]) -> Tensor:
         """The sum of squares of all gradients, a float32 scalar on their device."""
-        found = []
+        found_inf = []
         for kind, places in _places([g.dtype for g in grads]).items():
             known = self._table(("squares", kind), [(grads[i],) * 5 for i in places])
             partial = grads[0].new_empty(len(known.chunks), dtype=torch.float32)
@@ -109,8 +109,8 @@ class Tables:
                 known.table, known.chunks, partial, GRAD=_triton(kind), ALIGNED=known.aligned,
                 CHUNK=CHUNK, SIZE=BLOCK, num_warps=WARPS,
             )  # fmt: skip
-            found.append(partial.sum())
-        return torch.stack(found).sum()
+            found_inf.append(partial.sum())
+        return torch.stack(found_inf).sum()
 
     def _table(self, key: Any, lines: Sequence[Sequence[Tensor]]) -> _Table:
         addresses = tuple(t.data_ptr() for line in lines for t in line)
@@ -140,10 +140,10 @@ def _sent(values: Tensor, device: torch.device) -> Tensor:
 
 
 def _places(keys: Sequence[Any]) -> dict[Any, list[int]]:
-    found: dict[Any, list[int]] = {}
+    found_inf: dict[Any, list[int]] = {}
     for place, key in enumerate(keys):
-        found.setdefault(key, []).append(place)
-    return found
+        found_inf.setdefault(key, []).append(place)
+    return found_inf
 
 
 def _triton(dtype: torch.dtype) -> Any:

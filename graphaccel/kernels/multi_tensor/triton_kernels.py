@@ -69,7 +69,7 @@ def _adam_block(
 
 @jit
 def adam_kernel(
-    table, rows, chunks, scale, found,
+    table, rows, chunks, scale, found_inf,
     WEIGHT: tl.constexpr, GRAD: tl.constexpr, STATE: tl.constexpr, COPY: tl.constexpr,
     WIDE: tl.constexpr, ALIGNED: tl.constexpr, DECOUPLED: tl.constexpr, SCALED: tl.constexpr,
     SKIPS: tl.constexpr, COPIES: tl.constexpr, ZEROES: tl.constexpr,
@@ -105,7 +105,7 @@ def adam_kernel(
     end = tl.minimum(at + CHUNK, count)
     last = end
     if SKIPS:
-        end = tl.where(tl.load(found) == 0, end, at)
+        end = tl.where(tl.load(found_inf) == 0, end, at)
     while at + SIZE <= end:
         _adam_block(
             weight, grad, first, second, copy, at, end, divisor, size, root, shrink,
@@ -159,7 +159,7 @@ def _sgd_block(
 
 @jit
 def sgd_kernel(
-    table, rows, chunks, scale, found,
+    table, rows, chunks, scale, found_inf,
     WEIGHT: tl.constexpr, GRAD: tl.constexpr, STATE: tl.constexpr, COPY: tl.constexpr,
     WIDE: tl.constexpr, ALIGNED: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr,
     SCALED: tl.constexpr, SKIPS: tl.constexpr, COPIES: tl.constexpr, ZEROES: tl.constexpr,
@@ -188,7 +188,7 @@ def sgd_kernel(
     end = tl.minimum(at + CHUNK, tl.load(entry + 5))
     last = end
     if SKIPS:
-        end = tl.where(tl.load(found) == 0, end, at)
+        end = tl.where(tl.load(found_inf) == 0, end, at)
     while at + SIZE <= end:
         _sgd_block(
             weight, grad, buffer, copy, at, end, divisor, rate, momentum, damped, decay, new,

@@ -88,11 +88,11 @@ def attention_backward(
     assert dropout_p == 0.0
     read = _readable(grad), _readable(q), _readable(k), _readable(v), _readable(y)
     given = _backward(*read, total.contiguous(), is_causal, attn_mask, scale)
-    made = []
+    built = []
     for gradient, of in zip(given, (q, k, v), strict=True):
         b, h, s, d = of.shape
-        made.append(_laid(gradient, of.new_empty(b, s, h, d).transpose(1, 2)))
-    return made[0], made[1], made[2]
+        built.append(_laid(gradient, of.new_empty(b, s, h, d).transpose(1, 2)))
+    return built[0], built[1], built[2]
 
 
 def _readable(x: Tensor) -> Tensor:

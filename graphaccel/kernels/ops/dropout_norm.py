@@ -43,8 +43,8 @@ def _undropped(dx: Tensor, mask: Tensor, p: float) -> Tensor:
 
 
 def _sum(x: Tensor, residual: Tensor, p: float) -> tuple[Tensor, Tensor]:
-    made, mask = torch.native_dropout(x, p, True)
-    return (made + residual).contiguous(), mask.contiguous()
+    built, mask = torch.native_dropout(x, p, True)
+    return (built + residual).contiguous(), mask.contiguous()
 
 
 def _fake_sum(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,10 +120,10 @@ class dropout_add_layer_norm:
 
     def cuda_forward(x, residual, weight, bias, p, eps):
         out = layer.given_kind(torch.promote_types(x.dtype, residual.dtype), weight)
-        made = launch_forward(
+        built = launch_forward(
             x, weight, bias, eps, centres=True, out=out, residual=residual, dropout=p
         )
-        return made.total, made.y, made.mask, made.mean, made.r
+        return built.total, built.y, built.mask, built.mean, built.r
 
     def cuda_backward(grad_total, grad_y, total, weight, bias, mask, mean, r, p, wanted):
         some = (wanted[2], wanted[3])
@@ -131,11 +131,11 @@ class dropout_add_layer_norm:
             dx, dweight, dbias = layer.gradients(grad_y, total, weight, bias, mean, r, some)
             dx = dx if grad_total is None else dx.add_(grad_total)
             return _undropped(dx, mask, p).to(total.dtype), dx.to(total.dtype), dweight, dbias
-        made = launch_backward(
+        built = launch_backward(
             grad_y, total, weight, bias, mean, r, grad_total=grad_total, mask=mask, dropout=p,
             wanted=some,
         )  # fmt: skip
-        return made.dropped, made.dx, made.dweight, made.dbias
+        return built.dropped, built.dx, built.dweight, built.dbias
 
     def legal(x, residual, weight, bias, p, **_):
         return _legal(x, residual, p) or layer.kinds(x, residual, weight, bias)
@@ -191,21 +191,21 @@ class dropout_add_rms_norm:
 
     def cuda_forward(x, residual, weight, p, eps):
         kind = torch.promote_types(torch.promote_types(x.dtype, residual.dtype), weight.dtype)
-        made = launch_forward(
+        built = launch_forward(
             x, weight, None, eps, centres=False, out=kind, residual=residual, dropout=p
         )
-        return made.total, made.y, made.mask, made.r
+        return built.total, built.y, built.mask, built.r
 
     def cuda_backward(grad_total, grad_y, total, weight, mask, r, p, wanted):
         if total.shape[-1] > widest(False):
             dx, dweight = rms.gradients(grad_y, total, weight, r, wanted[2])
             dx = dx if grad_total is None else dx.add_(grad_total)
             return _undropped(dx, mask, p).to(total.dtype), dx.to(total.dtype), dweight
-        made = launch_backward(
+        built = launch_backward(
             grad_y, total, weight, None, None, r, grad_total=grad_total, mask=mask, dropout=p,
             wanted=(wanted[2], False),
         )  # fmt: skip
-        return made.dropped, made.dx, made.dweight
+        return built.dropped, built.dx, built.dweight
 
     def legal(x, residual, p, **_):
         return _legal(x, residual, p)

@@ -106,11 +106,11 @@ class embedding_layer_norm:
         return dtable, dx, dweight, dbias
 
     def cuda_forward(ids, table, first, second, weight, bias, padding, eps):
-        made = launch_forward(
+        built = launch_forward(
             table, weight, bias, eps, centres=True, out=_kind(table, first, second),
             residual=first, more=second, ids=ids,
         )  # fmt: skip
-        return made.total, made.y, made.mean, made.r
+        return built.total, built.y, built.mean, built.r
 
     def cuda_backward(
         grad_total, grad_y, ids, table, total, weight, bias, mean, r, padding, wanted
@@ -120,10 +120,10 @@ class embedding_layer_norm:
             dx, dweight, dbias = layer.gradients(grad_y, total, weight, bias, mean, r, some)
             dx = (dx if grad_total is None else dx.add_(grad_total)).to(total.dtype)
         else:
-            made = launch_backward(
+            built = launch_backward(
                 grad_y, total, weight, bias, mean, r, grad_total=grad_total, wanted=some
             )
-            dx, dweight, dbias = made.dx, made.dweight, made.dbias
+            dx, dweight, dbias = built.dx, built.dweight, built.dbias
         dtable = _into(table, dx, bounded(ids, table, padding), padding) if wanted[1] else None
         return dtable, dx, dweight, dbias
 

@@ -38,8 +38,8 @@ def expert_rows(
     source = torch.arange(experts.shape[0], device=experts.device) // share
     gets = torch.zeros_like(sends).index_add_(0, source, mine.to(sends.dtype))
     counts = torch.stack([sends, gets]).cpu()
-    found = torch.argsort(mine, descending=True, stable=True)
-    own = found[: int(counts[1].sum())].clone()
+    result = torch.argsort(mine, descending=True, stable=True)
+    own = result[: int(counts[1].sum())].clone()
     order = torch.argsort(to[start : start + share], stable=True)
     return own, order, torch.argsort(order), counts
 
@@ -49,8 +49,8 @@ def _(
     experts: Tensor, first: int, held: int, start: int, ranks: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     share = -(-experts.shape[0] // ranks)
-    made = [experts.new_empty(share) for _ in range(3)]
-    return made[0], made[1], made[2], torch.empty(2, ranks, dtype=torch.int64, device="cpu")
+    built = [experts.new_empty(share) for _ in range(3)]
+    return built[0], built[1], built[2], torch.empty(2, ranks, dtype=torch.int64, device="cpu")
 
 
 @torch.library.custom_op("graphaccel::exchange_rows", mutates_args=())

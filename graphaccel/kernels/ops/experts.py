@@ -32,19 +32,19 @@ def expert_product(
         w = w.transpose(1, 2)
     key = torch.remainder(experts - first, count)
     order = torch.argsort(key, stable=True)
-    made = x.new_zeros(x.shape[0], w.shape[2])
+    built = x.new_zeros(x.shape[0], w.shape[2])
     if _grouped(x, w):
         ends = _ends(key, count)[: w.shape[0]]
         rows = torch.nn.functional.grouped_mm(x[order], w, offs=ends)
         own = torch.arange(x.shape[0], device=x.device) < ends[-1]
         # Rows after the last group were never written.
-        made[order] = torch.where(own[:, None], rows, 0.0)
-        return made
+        built[order] = torch.where(own[:, None], rows, 0.0)
+        return built
     ends = _ends(key, count).tolist()
     for e, (start, end) in enumerate(zip([0, *ends], ends[: w.shape[0]], strict=False)):
         if start < end:
-            made[order[start:end]] = x[order[start:end]] @ w[e]
-    return made
+            built[order[start:end]] = x[order[start:end]] @ w[e]
+    return built
 
 
 @expert_product.register_fake
@@ -65,16 +65,16 @@ def expert_gradient(
     order = torch.argsort(key, stable=True)
     if _grouped(x, g):
         counts = _ends(key, count)
-        made = torch.nn.functional.grouped_mm(x[order].t(), g[order], offs=counts[:held])
+        built = torch.nn.functional.grouped_mm(x[order].t(), g[order], offs=counts[:held])
         came = torch.diff(counts, prepend=counts.new_zeros(1))[:held] > 0
-        return torch.where(came[:, None, None], made, 0.0)
-    made = x.new_zeros(held, x.shape[1], g.shape[1])
+        return torch.where(came[:, None, None], built, 0.0)
+    built = x.new_zeros(held, x.shape[1], g.shape[1])
     ends = _ends(key, count).tolist()
     for e, (start, end) in enumerate(zip([0, *ends], ends[:held], strict=False)):
         if start < end:
             rows = order[start:end]
-            torch.mm(x[rows].t(), g[rows], out=made[e])
-    return made
+            torch.mm(x[rows].t(), g[rows], out=built[e])
+    return built
 
 
 @expert_gradient.register_fake

@@ -148,16 +148,16 @@ class layer_norm:
 
     def cuda_forward(x, weight, bias, eps):
         out = given_kind(x.dtype, weight)
-        made = launch_forward(x, weight, bias, eps, centres=True, out=out)
-        return made.y, made.mean, made.r
+        built = launch_forward(x, weight, bias, eps, centres=True, out=out)
+        return built.y, built.mean, built.r
 
     def cuda_backward(grad_y, x, weight, bias, mean, r, wanted):
         some = (wanted[1], wanted[2])
         if x.shape[-1] > widest(True):
             dx, dweight, dbias = gradients(grad_y, x, weight, bias, mean, r, some)
             return dx.to(x.dtype), dweight, dbias
-        made = launch_backward(grad_y, x, weight, bias, mean, r, wanted=some)
-        return made.dx, made.dweight, made.dbias
+        built = launch_backward(grad_y, x, weight, bias, mean, r, wanted=some)
+        return built.dx, built.dweight, built.dbias
 
     def legal(x, weight, bias, **_):
         if not _fits(x.dtype, weight, bias):
@@ -219,8 +219,8 @@ class add_layer_norm:
 
     def cuda_forward(x, residual, weight, bias, eps):
         out = given_kind(torch.promote_types(x.dtype, residual.dtype), weight)
-        made = launch_forward(x, weight, bias, eps, centres=True, out=out, residual=residual)
-        return made.total, made.y, made.mean, made.r
+        built = launch_forward(x, weight, bias, eps, centres=True, out=out, residual=residual)
+        return built.total, built.y, built.mean, built.r
 
     def cuda_backward(grad_total, grad_y, total, weight, bias, mean, r, wanted):
         some = (wanted[2], wanted[3])
@@ -228,10 +228,10 @@ class add_layer_norm:
             dx, dweight, dbias = gradients(grad_y, total, weight, bias, mean, r, some)
             dx = dx if grad_total is None else dx.add_(grad_total)
             return dx.to(total.dtype), dweight, dbias
-        made = launch_backward(
+        built = launch_backward(
             grad_y, total, weight, bias, mean, r, grad_total=grad_total, wanted=some
         )
-        return made.dx, made.dweight, made.dbias
+        return built.dx, built.dweight, built.dbias
 
     def legal(x, residual, weight, bias, **_):
         return added(x, residual) or kinds(x, residual, weight, bias) or too_wide(x)

@@ -259,8 +259,8 @@ class linear_cross_entropy:
         they are 0 and the mean's is infinite: 0 stays 0, as in eager."""
         most = torch.finfo(grad_loss.dtype).max
         factor = grad_loss.clamp(-most, most)
-        made = (dx, dweight, dbias)
-        return tuple(g * factor if on else None for g, on in zip(made, wanted, strict=False))
+        built = (dx, dweight, dbias)
+        return tuple(g * factor if on else None for g, on in zip(built, wanted, strict=False))
 
     def legal(x, weight, **_):
         if len(weight) < 32:

@@ -52,9 +52,9 @@ def gradients(
     if weight is None:
         mean = (dy * normal).sum(-1, keepdim=True).div_(x.shape[-1])
         return torch.addcmul(dy, normal, mean, value=-1).mul_(r), None
-    products = dy * normal
-    mean = (products @ weight.to(products.dtype)).div_(x.shape[-1]).unsqueeze(-1)
-    dweight = products.flatten(0, -2).sum(0).to(weight.dtype) if wanted else None
+    weighted = dy * normal
+    mean = (weighted @ weight.to(weighted.dtype)).div_(x.shape[-1]).unsqueeze(-1)
+    dweight = weighted.flatten(0, -2).sum(0).to(weight.dtype) if wanted else None
     return (dy * weight).addcmul_(normal, mean, value=-1).mul_(r), dweight
 
 
@@ -128,15 +128,15 @@ class rms_norm:
 
     def cuda_forward(x, weight, eps):
         kind = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
-        made = launch_forward(x, weight, None, eps, centres=False, out=kind)
-        return made.y, made.r
+        built = launch_forward(x, weight, None, eps, centres=False, out=kind)
+        return built.y, built.r
 
     def cuda_backward(grad_y, x, weight, r, wanted):
         if x.shape[-1] > widest(False):
             dx, dweight = gradients(grad_y, x, weight, r, wanted[1])
             return dx.to(x.dtype), dweight
-        made = launch_backward(grad_y, x, weight, None, None, r, wanted=(wanted[1], False))
-        return made.dx, made.dweight
+        built = launch_backward(grad_y, x, weight, None, None, r, wanted=(wanted[1], False))
+        return built.dx, built.dweight
 
     def legal(x, **_):
         return too_wide(x)
@@ -192,8 +192,8 @@ class add_rms_norm:
 
     def cuda_forward(x, residual, weight, eps):
         kind = torch.promote_types(torch.promote_types(x.dtype, residual.dtype), weight.dtype)
-        made = launch_forward(x, weight, None, eps, centres=False, out=kind, residual=residual)
-        return made.total, made.y, made.r
+        built = launch_forward(x, weight, None, eps, centres=False, out=kind, residual=residual)
+        return built.total, built.y, built.r
 
     def cuda_backward(grad_total, grad_y, total, weight, r, wanted):
         if total.shape[-1] > widest(False):
@@ -201,10 +201,10 @@ class add_rms_norm:
             dx = dx if grad_total is None else dx.add_(grad_total)
             return dx.to(total.dtype), dweight
         some = (wanted[2], False)
-        made = launch_backward(
+        built = launch_backward(
             grad_y, total, weight, None, None, r, grad_total=grad_total, wanted=some
         )
-        return made.dx, made.dweight
+        return built.dx, built.dweight
 
     def legal(x, residual, **_):
         if torch.broadcast_shapes(x.shape, residual.shape) != x.shape:

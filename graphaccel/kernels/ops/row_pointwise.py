@@ -205,17 +205,17 @@ def launch_bias_backward(
 def _rows(value: Tensor) -> Tensor:
     """As [rows, d] with contiguous columns; a copy only where leading dims do not have a single
     stride."""
-    found = value.reshape(-1, value.shape[-1] if value.dim() else 1)
-    return found if found.stride(1) == 1 else found.contiguous()
+    result = value.reshape(-1, value.shape[-1] if value.dim() else 1)
+    return result if result.stride(1) == 1 else result.contiguous()
 
 
 def _laid_out(*tensors: Tensor) -> tuple[list[Tensor], int, int]:
     """Tensors of one shape as rows, their count and width; one long row if contiguous."""
-    found = [_rows(t) for t in tensors]
-    rows, d = found[0].shape
-    if all(t.stride(0) == d for t in found):
-        return found, 1, rows * d
-    return found, rows, d
+    results = [_rows(t) for t in tensors]
+    rows, d = results[0].shape
+    if all(t.stride(0) == d for t in results):
+        return results, 1, rows * d
+    return results, rows, d
 
 
 def _blocks(d: int) -> tuple[int, int, int]:

@@ -196,11 +196,11 @@ def spellings(
 
         def call(**given: Any) -> Tensor:
             kind = next(iter(given.values())).dtype
-            made = turn(score(**{n: given[n] for n in signature(score).parameters}))
-            made = made if cast_last else made.to(kind)
+            built = turn(score(**{n: given[n] for n in signature(score).parameters}))
+            built = built if cast_last else built.to(kind)
             if after is not None:
-                made = after(made, **{p.name: given[p.name] for p in further})
-            return made.to(kind)
+                built = after(built, **{p.name: given[p.name] for p in further})
+            return built.to(kind)
 
         call.__signature__ = Signature(list(known.values()))  # type: ignore[attr-defined]
         return call
@@ -252,6 +252,6 @@ class scale_mask_softmax:
         if not kept(y, WIDEST_BACKWARD):
             return _gradient(grad_y, y, scale)
         dx = torch.empty_like(y)
-        made = dx if dx.is_contiguous() else y.new_empty(y.shape)
-        launch_backward(grad_y, y, scale, made)
-        return dx if made is dx else dx.copy_(made)
+        built = dx if dx.is_contiguous() else y.new_empty(y.shape)
+        launch_backward(grad_y, y, scale, built)
+        return dx if built is dx else dx.copy_(built)

@@ -212,9 +212,9 @@ class scale_mask_softmax_dropout:
         if not kept(y, WIDEST_BACKWARD):
             return _gradient(grad_y, weights, y, scale)
         dx = torch.empty_like(weights)
-        made = dx if dx.is_contiguous() else y.new_empty(y.shape)
-        launch_backward(grad_y, weights, y, scale, made)
-        return dx if made is dx else dx.copy_(made)
+        built = dx if dx.is_contiguous() else y.new_empty(y.shape)
+        launch_backward(grad_y, weights, y, scale, built)
+        return dx if built is dx else dx.copy_(built)
 
     def legal(p, **_):
         return None if 0.0 <= p < 1.0 else f"a dropout of {p} keeps nothing"

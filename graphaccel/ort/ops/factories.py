@@ -40,8 +40,8 @@ def _arange(b: Builder, node: fx.Node, a: Arguments) -> Value:
     value = node.meta["val"]
     if value.numel() > _LARGEST_RANGE:
         raise Declined("it would be a large constant")
-    made = torch.arange(a.get("start", 0), a["end"], a.get("step", 1), dtype=value.dtype)
-    return b.constant(made.numpy(), value.dtype)
+    built = torch.arange(a.get("start", 0), a["end"], a.get("step", 1), dtype=value.dtype)
+    return b.constant(built.numpy(), value.dtype)
 
 
 _zero, _one = _number(0), _number(1)

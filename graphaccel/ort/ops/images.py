@@ -89,7 +89,7 @@ def _weight_gradient(b: Builder, grad: Value, x: Value, weight: Value, geometry:
         + 1
         for i in range(rank)
     ]
-    made = b.op(
+    built = b.op(
         "Conv",
         b.transpose(x, swap),
         b.transpose(grad, swap),
@@ -100,8 +100,8 @@ def _weight_gradient(b: Builder, grad: Value, x: Value, weight: Value, geometry:
         kernel_shape=list(grad.shape[2:]),
     )
     for i in range(rank):
-        made = b.slice(made, 2 + i, 0, weight.shape[2 + i])
-    return b.transpose(made, swap)
+        built = b.slice(built, 2 + i, 0, weight.shape[2 + i])
+    return b.transpose(built, swap)
 
 
 def _window(a: Arguments, size: str = "kernel_size") -> dict[str, Any]:
@@ -127,10 +127,10 @@ def _max_pool(b: Builder, node: fx.Node, a: Arguments) -> list[Value]:
     if len(x.shape) != 4:
         raise Declined("it has no batch")
     shape = tuple(node.meta["val"][0].shape)
-    found = [(shape, x.dtype), (shape, torch.int64)]
+    collected = [(shape, x.dtype), (shape, torch.int64)]
     dilations = list(a["dilation"]) if isinstance(a["dilation"], (list, tuple)) else None
     settings = {**_window(a), "dilations": dilations}
-    result, places = b.ops("MaxPool", x, results=found, **settings)
+    result, places = b.ops("MaxPool", x, results=collected, **settings)
     size = b.constant(x.shape[2] * x.shape[3], torch.int64)
     return [result, b.binary("Mod", places, size)]
 
@@ -141,8 +141,8 @@ def _max_pool_backward(b: Builder, node: fx.Node, a: Arguments) -> Value:
     zeros = b.expand(b.constant(0, grad.dtype), [rows, x.shape[2] * x.shape[3]])
     flat = [rows, grad.shape[2] * grad.shape[3]]
     index, values = b.reshape(places, flat), b.reshape(grad, flat)
-    made = b.op("ScatterElements", zeros, index, values, axis=1, reduction="add")
-    return b.reshape(made, x.shape)
+    built = b.op("ScatterElements", zeros, index, values, axis=1, reduction="add")
+    return b.reshape(built, x.shape)
 
 
 def _average_pool(b: Builder, node: fx.Node, a: Arguments) -> Value:

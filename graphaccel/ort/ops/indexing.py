@@ -89,12 +89,12 @@ def _index(b: Builder, node: fx.Node, a: Arguments) -> Value:
     rest = [d for d in range(len(x.shape)) if d not in dims]
     joined = _joined(b, [indices[d] for d in dims])
     front = b.transpose(x, [*dims, *rest])
-    found = joined.shape[:-1]
-    shape = [*found, *(x.shape[d] for d in rest)]
+    match = joined.shape[:-1]
+    shape = [*match, *(x.shape[d] for d in rest)]
     result = b.op("GatherND", front, joined, shape=shape)
     if dims != list(range(dims[0], dims[0] + len(dims))) or dims[0] == 0:
         return result  # separate indices: torch puts their dims first
-    count = len(found)
+    count = len(match)
     before = list(range(count, count + dims[0]))
     after = list(range(count + dims[0], len(shape)))
     return b.transpose(result, [*before, *range(count), *after])

@@ -73,8 +73,8 @@ def _comparison(kind: str, negate: bool = False) -> Callable[..., Value]:
             dtype = torch.result_type(torch.empty(x.shape, dtype=x.dtype, device="meta"), y)
         if dtype == torch.bool and kind != "Equal":
             dtype = torch.int64
-        made = b.binary(kind, as_value(b, x, dtype), as_value(b, y, dtype), torch.bool)
-        return b.op("Not", made) if negate else made
+        built = b.binary(kind, as_value(b, x, dtype), as_value(b, y, dtype), torch.bool)
+        return b.op("Not", built) if negate else built
 
     return translate
 

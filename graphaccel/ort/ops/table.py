@@ -45,5 +45,5 @@ TRANSLATIONS: Mapping[Any, Translate] = MappingProxyType(
 def arguments(node: fx.Node) -> dict[str, Any]:
     """A call's arguments by the names of its schema, defaults filled in."""
     declared = schema(node)
-    found = {a.name: node.kwargs.get(a.name, a.default_value) for a in declared}
-    return found | {a.name: value for a, value in zip(declared, node.args, strict=False)}
+    results = {a.name: node.kwargs.get(a.name, a.default_value) for a in declared}
+    return results | {a.name: value for a, value in zip(declared, node.args, strict=False)}

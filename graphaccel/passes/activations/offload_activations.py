@@ -92,32 +92,32 @@ class _Forward:
     def _memory(self, node: fx.Node) -> tuple[_Memory, ...]:
         if node.op != "call_function":
             return tuple((node, i) for i, _ in enumerate(tensors_of(node.meta.get("val"))))
-        found: list[_Memory] = []
+        memories: list[_Memory] = []
         for place, origin in enumerate(shares(node)):
             if origin is None:
-                found.append((node, place))
+                memories.append((node, place))
             elif origin[0] < 0:
-                found.append(found[origin[1]])
+                memories.append(memories[origin[1]])
             else:
-                found.append(self.memory[node.all_input_nodes[origin[0]]][origin[1]])
-        return tuple(found)
+                memories.append(self.memory[node.all_input_nodes[origin[0]]][origin[1]])
+        return tuple(memories)
 
     def groups(self) -> list[_Group]:
         """Saved values by storage; without storages that something else keeps alive."""
-        found: dict[_Memory, _Group | None] = {}
+        results: dict[_Memory, _Group | None] = {}
         for place, (node, value) in enumerate(zip(self.outputs, self.values, strict=True)):
             for memory in self.memory.get(node, ()):
                 base = self.filled.get(memory)
                 views = None if base is None or value.kind != "saved" else _way(base, node)
                 if base is None or views is None or memory[0].op != "call_function":
-                    found[memory] = None
+                    results[memory] = None
                     continue
                 bytes_held = base.meta["val"].untyped_storage().nbytes()
-                group = found.setdefault(memory, _Group(base, bytes_held))
+                group = results.setdefault(memory, _Group(base, bytes_held))
                 if group is not None:
                     group.views[value.name] = views
                     group.places.append(place)
-        return [group for group in found.values() if group is not None]
+        return [group for group in results.values() if group is not None]
 
     def send(self, group: _Group) -> None:
         """Copy a storage to the host after its last use, and save that copy."""
@@ -170,14 +170,14 @@ def _fetched(
             here = _call(graph, TO_DEVICE, (saved[0],), group.base, phase="backward")
             here.meta["val"] = old.as_strided([base.numel()], [1], 0)
             shape = list(base.shape), list(base.stride()), 0
-            made = {group.base: _call(graph, _STRIDED, (here, *shape), group.base, "backward")}
+            built = {group.base: _call(graph, _STRIDED, (here, *shape), group.base, "backward")}
             for way, node in zip(group.views.values(), saved, strict=True):
                 for view in way:
-                    if view not in made:
-                        args = fx.map_arg(view.args, made.__getitem__)
-                        made[view] = _call(graph, view.target, args, view, "backward", view.kwargs)
+                    if view not in built:
+                        args = fx.map_arg(view.args, built.__getitem__)
+                        built[view] = _call(graph, view.target, args, view, "backward", view.kwargs)
                 for reader in readers[node]:
-                    reader.replace_input_with(node, made[way[-1] if way else group.base])
+                    reader.replace_input_with(node, built[way[-1] if way else group.base])
         with base.fake_mode:
             saved[0].meta["val"] = torch.empty(base.numel(), dtype=base.dtype, device=base.device)
         gone.update(saved[1:])

@@ -76,7 +76,7 @@ def _candidates(
     graph: fx.GraphModule, plan: Plan, saved: set[str], stage: Callable[[fx.Node], int]
 ) -> set[fx.Node]:
     chosen = {*plan.recompute, *(block for own in plan.selective for block in own.blocks)}
-    found: set[fx.Node] = set()
+    nodes: set[fx.Node] = set()
     leaving = _leaving(graph, stage)
     for node in graph.graph.nodes:
         if node.op != "call_function" or node.meta.get("phase") != "forward":
@@ -87,16 +87,16 @@ def _candidates(
             continue
         if node.meta.get("origin") in saved and not (is_view(node) or _gathers(node)):
             continue
-        if node.target is operator.getitem and node.args[0] not in found:
+        if node.target is operator.getitem and node.args[0] not in nodes:
             continue
-        found.add(node)
-    return found
+        nodes.add(node)
+    return nodes
 
 
 def _leaving(graph: fx.GraphModule, stage: Callable[[fx.Node], int]) -> set[fx.Node]:
     """Values that are read outside their block or stage in the forward, directly or through
     views."""
-    found: set[fx.Node] = set()
+    nodes: set[fx.Node] = set()
     for node in reversed(graph.graph.nodes):
         if node.op != "call_function" or node.meta.get("phase") != "forward":
             continue
@@ -108,11 +108,11 @@ def _leaving(graph: fx.GraphModule, stage: Callable[[fx.Node], int]) -> set[fx.N
                 and block_of(user.meta.get("module", "")) != block
             )
             or stage(user) != stage(node)
-            or (user in found and is_view(user) and user.args[0] is node)
+            or (user in nodes and is_view(user) and user.args[0] is node)
             for user in node.users
         ):
-            found.add(node)
-    return found
+            nodes.add(node)
+    return nodes
 
 
 def _gathers(node: fx.Node) -> bool:
@@ -125,7 +125,7 @@ def clone_before(
     before: fx.Node,
     candidates: set[fx.Node],
     clones: dict[fx.Node, fx.Node],
-    made_by: str,
+    built_by: str,
 ) -> fx.Node:
     """The clone of `node` for the backward, inserted before `before` with what it needs among
     `candidates` (iterative: chains are long). clones: those made before. made_by: a pass."""
@@ -144,6 +144,6 @@ def clone_before(
     for current in order:
         with before.graph.inserting_before(before):
             clone = before.graph.node_copy(current, lambda n: clones.get(n, n))
-        clone.meta = {**current.meta, "phase": "backward", "made_by": made_by}
+        clone.meta = {**current.meta, "phase": "backward", "made_by": built_by}
         clones[current] = clone
     return clones[node]

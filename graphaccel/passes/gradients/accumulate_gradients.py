@@ -125,19 +125,19 @@ class _Gradient:
 def _gradients(program: StageProgram, module: fx.GraphModule) -> list[_Gradient]:
     """The stage's gradients, in the order in which they are complete."""
     output = module.graph.output_node()
-    made = returned(module)
+    built = returned(module)
     order = {node: i for i, node in enumerate(module.graph.nodes)}
-    found = []
-    for value, node in zip(program.backward_outputs, made, strict=True):
+    results = []
+    for value, node in zip(program.backward_outputs, built, strict=True):
         if value.kind != "gradient":
             continue
         sums: list[fx.Node] = []
-        alone = list(node.users) == [output] and list(made).count(node) == 1
+        alone = list(node.users) == [output] and list(built).count(node) == 1
         summands = _summands(node, alone, sums)
         terms = sorted((_term(*s) for s in summands), key=lambda term: order[term.computed_by])
         ready = order[terms[-1].computed_by]
-        found.append(_Gradient(value.name, node, tuple(terms), tuple(sums), ready))
-    return sorted(found, key=lambda g: (g.ready, order[g.node], g.name))
+        results.append(_Gradient(value.name, node, tuple(terms), tuple(sums), ready))
+    return sorted(results, key=lambda g: (g.ready, order[g.node], g.name))
 
 
 def _summands(node: fx.Node, alone: bool, sums: list[fx.Node]) -> list[tuple[fx.Node, bool]]:
@@ -226,8 +226,8 @@ class _Accumulating:
 
     def build(self, first: bool, last: bool) -> fx.GraphModule:
         """first: write gradients instead of adding them. last: all-reduce complete buckets."""
-        graph, made = self.graph, self.copies
-        result = copy_nodes(graph, self.module.graph, made)
+        graph, built = self.graph, self.copies
+        result = copy_nodes(graph, self.module.graph, built)
         anchor = next(n for n in graph.nodes if n.op != "placeholder")
         with graph.inserting_before(anchor):
             accumulators, flats = self._inputs()
@@ -241,11 +241,11 @@ class _Accumulating:
                 for term in gradient.terms
             ]
             for node in gradient.sums:
-                graph.erase_node(made[node])
+                graph.erase_node(built[node])
             for term in gradient.terms:
                 if term.matmul is not None:
                     for node in (*term.views, term.matmul):
-                        graph.erase_node(made[node])
+                        graph.erase_node(built[node])
         if last:
             order = {node: i for i, node in enumerate(graph.nodes)}
             for index, flat in flats.items():
@@ -324,8 +324,8 @@ class _Accumulating:
 
     def _marked(self, node: fx.Node, written: fx.Node, computed: fx.Node | None) -> fx.Node:
         # A separate call: what the runtime fills in by rank is not among its arguments.
-        found = {} if computed is None else computed.meta
-        node.meta = {key: value for key, value in found.items() if key != "bind"}
+        match = {} if computed is None else computed.meta
+        node.meta = {key: value for key, value in match.items() if key != "bind"}
         node.meta |= {"val": written.meta["val"], "made_by": "accumulate_gradients"}
         node.meta["phase"] = "backward"
         return node

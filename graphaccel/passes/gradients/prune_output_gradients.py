@@ -41,11 +41,11 @@ def prune_output_gradients(program: StageProgram, used: frozenset[int]) -> Stage
     zero: set[fx.Node] = {n for n, v in specs if v.kind == "tangent" and v.leaf not in used}
     linear = set(tangents)  # what depends on the gradient of an output
     graph = fx.Graph()
-    made: dict[fx.Node, fx.Node] = {}
+    built: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:
         if node.op == "placeholder":
             if node not in zero:
-                made[node] = graph.node_copy(node)
+                built[node] = graph.node_copy(node)
         elif node.op == "call_function":
             above = [n for n in node.all_input_nodes if n in linear]
             if above:
@@ -53,12 +53,12 @@ def prune_output_gradients(program: StageProgram, used: frozenset[int]) -> Stage
             if above and all(n in zero for n in above):
                 zero.add(node)
             else:
-                made[node] = _copied(graph, node, zero, made)
+                built[node] = _copied(graph, node, zero, built)
     results = zip(returned(module), program.backward_outputs, strict=True)
     kept = [(n, v) for n, v in results if v.kind not in _GRADIENTS or n not in zero]
-    graph.output([_value(graph, n, zero, made) for n, _ in kept]).meta["phase"] = "output"
+    graph.output([_value(graph, n, zero, built) for n, _ in kept]).meta["phase"] = "output"
     graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
-    inputs = [(made[n], v) for n, v in specs if n in made]
+    inputs = [(built[n], v) for n, v in specs if n in built]
     for node, _ in inputs:  # the forward saved it nevertheless
         if not node.users:
             graph.erase_node(node)
@@ -72,22 +72,22 @@ def prune_output_gradients(program: StageProgram, used: frozenset[int]) -> Stage
 
 
 def _copied(
-    graph: fx.Graph, node: fx.Node, zero: set[fx.Node], made: Mapping[fx.Node, fx.Node]
+    graph: fx.Graph, node: fx.Node, zero: set[fx.Node], built: Mapping[fx.Node, fx.Node]
 ) -> fx.Node:
     """The node without the zeros among its summands."""
     if node.target is aten.add.Tensor and not node.kwargs:
         terms = [n for n in node.args if isinstance(n, fx.Node)]
         rest = [n for n in terms if n not in zero]
         if len(terms) == 2 and len(rest) == 1 and _same(rest[0], node):
-            return made[rest[0]]
-    return graph.node_copy(node, lambda n: _value(graph, n, zero, made))
+            return built[rest[0]]
+    return graph.node_copy(node, lambda n: _value(graph, n, zero, built))
 
 
 def _value(
-    graph: fx.Graph, node: fx.Node, zero: set[fx.Node], made: Mapping[fx.Node, fx.Node]
+    graph: fx.Graph, node: fx.Node, zero: set[fx.Node], built: Mapping[fx.Node, fx.Node]
 ) -> fx.Node:
     if node not in zero:
-        return made[node]
+        return built[node]
     value = node.meta["val"]
     assert isinstance(value, torch.Tensor), f"{node} gives several gradients, all of them zero"
     new = graph.call_function(

@@ -64,8 +64,8 @@ def reduce_shards(
     graphs = {}
     for moment in moments:
         before = program.backwards.get(moment, base)
-        made = _Reducing(before, program, groups, owned, plan, moment, partial or {}, seen)
-        graphs[moment] = made.build()
+        reducing = _Reducing(before, program, groups, owned, plan, moment, partial or {}, seen)
+        graphs[moment] = reducing.build()
     carried = tuple(Value("carried", group[0]) for group in groups)
     kept = tuple(v for v in program.backward_outputs if v.kind != "shard")
     return replace(
@@ -82,13 +82,13 @@ def _groups(
     module: fx.GraphModule,
     plan: Plan,
     owned: Mapping[str, Owned],
-    made: Sequence[str],
+    built: Sequence[str],
 ) -> tuple[tuple[str, ...], ...]:
     """Groups of sharded parameters, without what is frozen; then buckets of the others."""
     results = _results(program, module)
-    found = [tuple(n for n in group if n in results) for group in program.groups]
+    collected = [tuple(n for n in group if n in results) for group in program.groups]
     order = {node: i for i, node in enumerate(module.graph.nodes)}
-    others = sorted((n for n in made if owned[n].level < 3), key=lambda n: order[results[n]])
+    others = sorted((n for n in built if owned[n].level < 3), key=lambda n: order[results[n]])
     sizes = {n: results[n].meta["val"].numel() * results[n].meta["val"].element_size()
              for n in others}  # fmt: skip
     limit = bucket_limit(plan.bucket_bytes, sum(sizes.values()), scattered=True)
@@ -101,7 +101,7 @@ def _groups(
             filled, kind = 0, dtype
         buckets[-1].append(name)
         filled += sizes[name]
-    return (*(group for group in found if group), *map(tuple, buckets))
+    return (*(group for group in collected if group), *map(tuple, buckets))
 
 
 def _results(program: StageProgram, module: fx.GraphModule) -> dict[str, fx.Node]:
@@ -141,10 +141,10 @@ class _Reducing:
 
     def build(self) -> fx.GraphModule:
         """The rewritten graph."""
-        made: dict[fx.Node, fx.Node] = {}
-        results = copy_nodes(self.graph, self.module.graph, made)
+        built: dict[fx.Node, fx.Node] = {}
+        results = copy_nodes(self.graph, self.module.graph, built)
         self.graph.output(results)
-        own = {n: made[node] for n, node in _results(self.program, self.module).items()}
+        own = {n: built[node] for n, node in _results(self.program, self.module).items()}
         self.sizes = {n: prod(self._local(n, node.meta["val"])) for n, node in own.items()}
         carried = self._inputs(own)
         order = {node: i for i, node in enumerate(self.graph.nodes)}
@@ -174,9 +174,9 @@ class _Reducing:
 
     def _inputs(self, own: Mapping[str, fx.Node]) -> dict[tuple[str, ...], fx.Node]:
         """Placeholders of what the microbatch before left; the first microbatch has none."""
-        found: dict[tuple[str, ...], fx.Node] = {}
+        collected: dict[tuple[str, ...], fx.Node] = {}
         if self.single:
-            return found
+            return collected
         body = next(n for n in self.graph.nodes if n.op != "placeholder")
         for index, group in enumerate(self.groups):
             value = own[group[0]].meta["val"]
@@ -185,8 +185,8 @@ class _Reducing:
                 node = self.graph.placeholder(f"carried_{index}")
             node.meta = {"val": value.new_empty(count), "phase": "input"}
             if not self.first:
-                found[group] = node
-        return found
+                collected[group] = node
+        return collected
 
     def _count(self, group: tuple[str, ...]) -> int:
         return sum(self.sizes[n] for n in group)

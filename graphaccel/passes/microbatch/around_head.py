@@ -62,9 +62,9 @@ class Around:
             if new.op == "placeholder":  # a parameter: the forward may have gathered it
                 new = self._added(aten.clone.default, (new,), node, "for the whole batch")
                 new.meta["phase"] = "forward"
-            made = self._added(WHOLE, (new, how, *at, self.parts), node, "of all parts")
-            made.meta |= {"head": True, "phase": "backward"}
-            self.whole[node] = made
+            built = self._added(WHOLE, (new, how, *at, self.parts), node, "of all parts")
+            built.meta |= {"head": True, "phase": "backward"}
+            self.whole[node] = built
         return self.whole[node]
 
     def _is_free(self, node: fx.Node) -> bool:
@@ -83,16 +83,16 @@ class Around:
         place = self.placed.slices.get(node)
         if node not in self.placed.head or place is None:
             return new
-        made = self._added(PART, (new, *sharded_dim(place), self.parts), node, "a part's own")
-        made.meta |= {"head": False, "phase": "backward"}
-        self.own[node] = made
-        return made
+        built = self._added(PART, (new, *sharded_dim(place), self.parts), node, "a part's own")
+        built.meta |= {"head": False, "phase": "backward"}
+        self.own[node] = built
+        return built
 
     def _added(self, target: Any, args: tuple, like: fx.Node, reason: str) -> fx.Node:
-        made = self.graph.call_function(target, args)
-        made.meta = {k: v for k, v in like.meta.items() if k not in ("val", "sizes", "dims")}
-        made.meta["made_by"] = f"exact_microbatch: {reason}"
-        return made
+        built = self.graph.call_function(target, args)
+        built.meta = {k: v for k, v in like.meta.items() if k not in ("val", "sizes", "dims")}
+        built.meta["made_by"] = f"exact_microbatch: {reason}"
+        return built
 
 
 def sharded_dim(place: Any) -> tuple[int, int]:

@@ -38,14 +38,14 @@ def build_prologue(
             needed.add(node)
             stack += [] if draws_by_shape(node) else node.all_input_nodes
     graph = fx.Graph()
-    made: dict[fx.Node, fx.Node] = {}
+    built: dict[fx.Node, fx.Node] = {}
     values: list[Value] = []
     fakes = []
     for node, spec in zip(
         (n for n in step.graph.graph.nodes if n.op == "placeholder"), step.inputs, strict=True
     ):
         if node in needed:
-            made[node] = graph.placeholder(node.name)
+            built[node] = graph.placeholder(node.name)
             values.append(Value(spec.kind, spec.name, leaf=spec.leaf))
             fakes.append(
                 fake_like(node.meta["val"], [int(evaluate(d, whole)) for d in node.meta["dims"]])
@@ -58,10 +58,10 @@ def build_prologue(
                 shapes = {n: _empty(graph, n, whole) for n in node.all_input_nodes}
                 args, kwargs = map_arg(call, shapes.__getitem__)
             else:
-                args, kwargs = map_arg(call, made.__getitem__)
-            made[node] = graph.call_function(node.target, args, kwargs)
-            made[node].meta = {k: v for k, v in node.meta.items() if k not in ("val", "sizes")}
-    graph.output([made[n] for n, names in hoisted.items() for _ in names])
+                args, kwargs = map_arg(call, built.__getitem__)
+            built[node] = graph.call_function(node.target, args, kwargs)
+            built[node].meta = {k: v for k, v in node.meta.items() if k not in ("val", "sizes")}
+    graph.output([built[n] for n, names in hoisted.items() for _ in names])
     module = graph_module(step.graph, graph)
     propagate(module, fakes)
     return Prologue(module, tuple(values), tuple(n for names in hoisted.values() for n in names))
@@ -71,6 +71,6 @@ def _empty(graph: fx.Graph, node: fx.Node, whole: Mapping[sympy.Symbol, int]) ->
     """A tensor like a value, whose elements nobody reads."""
     value, shape = node.meta["val"], [int(evaluate(d, whole)) for d in node.meta["dims"]]
     kwargs = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
-    made = graph.call_function(aten.empty.memory_format, (shape,), kwargs)
-    made.meta = {k: v for k, v in node.meta.items() if k not in ("val", "sizes")}
-    return made
+    built = graph.call_function(aten.empty.memory_format, (shape,), kwargs)
+    built.meta = {k: v for k, v in node.meta.items() if k not in ("val", "sizes")}
+    return built

@@ -74,7 +74,7 @@ class _Carved:
 
     def _parts(self, results: Sequence[tuple[fx.Node, Value]]) -> list[fx.Node]:
         """What the backward reads of the head: slices, or full values."""
-        found: dict[fx.Node, None] = {}
+        collected: dict[fx.Node, None] = {}
         seen: set[fx.Node] = set()
         stack = [n for n, _ in results]
         while stack:
@@ -83,11 +83,11 @@ class _Carved:
                 continue
             seen.add(node)
             if node.target is PART or node in self.head:
-                found[node] = None
+                collected[node] = None
             else:
                 stack += node.all_input_nodes
         order = {n: i for i, n in enumerate(self.backward.graph.nodes)}
-        return sorted(found, key=order.__getitem__)
+        return sorted(collected, key=order.__getitem__)
 
     def _graph(
         self, given: dict[fx.Node, Value], results: Sequence[tuple[fx.Node, Value]]
@@ -101,27 +101,27 @@ class _Carved:
                 needed.add(node)
                 stack += () if node in given else node.all_input_nodes
         graph = fx.Graph()
-        made: dict[fx.Node, fx.Node] = {}
+        built: dict[fx.Node, fx.Node] = {}
         values = []
         for node, value in [*self.given.items(), *given.items()]:
             if node in needed:
-                made[node] = graph.placeholder(node.name)
-                made[node].meta = {**node.meta, "phase": "input"}
+                built[node] = graph.placeholder(node.name)
+                built[node].meta = {**node.meta, "phase": "input"}
                 values.append(value)
         for node in self.backward.graph.nodes:
-            if node in needed and node not in made:
-                made[node] = graph.node_copy(node, lambda n: made[n])
-        graph.output([made[n] for n, _ in results]).meta["phase"] = "output"
+            if node in needed and node not in built:
+                built[node] = graph.node_copy(node, lambda n: built[n])
+        graph.output([built[n] for n, _ in results]).meta["phase"] = "output"
         return graph_module(self.backward, graph), tuple(values)
 
     def _forward(self, saved: set[str], read: set[str]) -> tuple[fx.GraphModule, tuple[Value, ...]]:
         """The forward returns what the head reads, and saves what the backward still reads."""
         module = self.stage.forward
-        made = dict(zip(self.stage.forward_outputs, returned(module), strict=True))
-        results = {v: n for v, n in made.items() if v.kind != "saved" or v.name in saved}
+        built = dict(zip(self.stage.forward_outputs, returned(module), strict=True))
+        results = {v: n for v, n in built.items() if v.kind != "saved" or v.name in saved}
         for whole in (n for n in self.wholes if n.name in read):
             source = self.given[operands(whole)[0]]
-            results[_value(whole)] = made[Value("saved", source.name)]
+            results[_value(whole)] = built[Value("saved", source.name)]
         module.graph.output_node().args = (list(results.values()),)
         module.graph.eliminate_dead_code()
         module.recompile()

@@ -106,12 +106,12 @@ def _prepare(module: fx.GraphModule, like: Sequence[_Like], low: torch.dtype) ->
     for each in like:
         given.append(graph.placeholder(each.name))
         given[-1].meta = {"val": each.value, "phase": "input", "module": each.module}
-    made = []
+    built = []
     for node, each in zip(given, like, strict=True):
         cast = torch.ops.aten._to_copy.default
-        made.append(graph.create_node("call_function", cast, (node,), {"dtype": low}, "low"))
-        made[-1].meta = {"val": each.value.to(low), "phase": "forward", "module": each.module}
-        made[-1].meta["made_by"] = "cast_parameters_once"
-    graph.output(made)
+        built.append(graph.create_node("call_function", cast, (node,), {"dtype": low}, "low"))
+        built[-1].meta = {"val": each.value.to(low), "phase": "forward", "module": each.module}
+        built[-1].meta["made_by"] = "cast_parameters_once"
+    graph.output(built)
     graph.lint()
     return graph_module(module, graph)

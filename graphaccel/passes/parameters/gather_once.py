@@ -63,17 +63,17 @@ def gather_once(program: StageProgram, plan: Plan, sharded: ShardedParameters) -
     wanted = [(g, [n for n in g if n in read]) for g in groups if read & set(g)]
     wanted.sort(key=lambda pair: min(map(forward.uses.first, pair[1])))
     low = getattr(torch, plan.precision.compute) if plan.gathers_low else None
-    made = _Prepare(program.forward, sharded)
+    built = _Prepare(program.forward, sharded)
     for group, members in wanted:
         casts = low is not None and all(p.casts(n, low) for p in phases for n in members)
-        made.gather(group, members, low if casts else None)
-    prepare = made.finish()
+        built.gather(group, members, low if casts else None)
+    prepare = built.finish()
     waited: set[str] = set()
     for phase in phases:
         for _, members in wanted:
             here = [n for n in members if phase.uses.users(n)]
             if here:
-                phase.read(here, made.whole, made.sent - waited)
+                phase.read(here, built.whole, built.sent - waited)
                 waited |= set(here)
     return replace(
         program,
@@ -82,7 +82,7 @@ def gather_once(program: StageProgram, plan: Plan, sharded: ShardedParameters) -
         groups=tuple(groups),
         prepare=prepare,
         prepare_inputs=tuple(Value("shards", group[0]) for group, _ in wanted),
-        prepare_outputs=tuple(Value("held", name) for name in made.whole),
+        prepare_outputs=tuple(Value("held", name) for name in built.whole),
     )
 
 

@@ -187,19 +187,19 @@ class _Gathering:
 
     def _regions(self) -> list[_Region]:
         """The regions in the order in which they start."""
-        found = []
+        results = []
         for group, shards in self.shards.items():
             users = [(user, name) for name in group for user in self.uses.users(name)]
             users.sort(key=lambda pair: self.uses.position[pair[0]])
             if len(group) > 1:
-                found += [_Region(shards, users)] if users else []
+                results += [_Region(shards, users)] if users else []
                 continue
             parts: dict[int, list[tuple[fx.Node, str]]] = defaultdict(list)
             for user, name in users:  # possibly tied: gathered for each segment that reads it
                 parts[self.uses.segment[user]].append((user, name))
-            found += [_Region(shards, part) for part in parts.values()]
-        found = [replace(region, low=self._cast_to(region)) for region in found]
-        return sorted(found, key=lambda region: self.uses.position[region.users[0][0]])
+            results += [_Region(shards, part) for part in parts.values()]
+        results = [replace(region, low=self._cast_to(region)) for region in results]
+        return sorted(results, key=lambda region: self.uses.position[region.users[0][0]])
 
     def _cast_to(self, region: _Region) -> torch.dtype | None:
         end = len(self.uses.blocks) - 1
@@ -225,16 +225,16 @@ class _Gathering:
         first = region.users[0][0]
         whole = issued.meta["val"]
         here = self._call(first, c10d.wait_tensor.default, (issued,), whole)
-        made: dict[str, fx.Node] = {}
+        built: dict[str, fx.Node] = {}
         for user, name in region.users:
-            if name not in made:
-                made[name] = self._take(user, here, name, region.shards)
+            if name not in built:
+                built[name] = self._take(user, here, name, region.shards)
             if region.low is None:
-                user.replace_input_with(self.nodes[name], made[name])
+                user.replace_input_with(self.nodes[name], built[name])
             else:
-                user.replace_all_uses_with(made[name])
+                user.replace_all_uses_with(built[name])
                 self.module.graph.erase_node(user)
-        self.full |= made
+        self.full |= built
 
     def _take(self, before: fx.Node, here: fx.Node, name: str, shards: _Shards) -> fx.Node:
         """One full parameter out of the gathered buffer; a view where it is the only one."""

@@ -24,14 +24,14 @@ def parameter_groups(
     parameters that several blocks read alone; those that nothing reads last."""
     nodes = placeholders_of(program.forward, program.forward_inputs, names)
     uses = Uses(program.forward, nodes)
-    made: dict[Any, list[str]] = defaultdict(list)
+    built: dict[Any, list[str]] = defaultdict(list)
     filled: dict[Any, int] = defaultdict(int)
     parts: dict[Any, int] = defaultdict(int)
     for name in sorted(nodes, key=lambda n: uses.first(n)):
         value = nodes[name].meta["val"]
         segments = uses.segments(name)
         if len(segments) > 1 or name in shared:
-            made["alone", name].append(name)
+            built["alone", name].append(name)
             continue
         (segment,) = segments
         key = (segment, value.dtype)
@@ -40,11 +40,11 @@ def parameter_groups(
             parts[key] += 1
             filled[key] = 0
         filled[key] += count
-        made[("block", *key, parts[key])].append(name)
+        built[("block", *key, parts[key])].append(name)
     for name in names:  # read by the backward alone, or never
         if name not in nodes:
-            made["alone", name].append(name)
-    return [tuple(group) for group in made.values()]
+            built["alone", name].append(name)
+    return [tuple(group) for group in built.values()]
 
 
 @dataclass(frozen=True)
@@ -126,17 +126,17 @@ def whole_of(
     end. apart: the shards are not adjacent in memory.
     """
     padded = [*shape[:dim], local[dim] * ranks, *shape[dim + 1 :]]
-    made: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+    built: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
     if dim > 0:
         order = [*range(1, dim + 1), 0, *range(dim + 1, len(shape) + 1)]
-        made += [(aten.view.default, ([ranks, *local],), {}), (aten.permute.default, (order,), {})]
+        built += [(aten.view.default, ([ranks, *local],), {}), (aten.permute.default, (order,), {})]
     if apart or dim > 0:
-        made.append((aten.clone.default, (), {"memory_format": torch.contiguous_format}))
-    made.append((aten.view.default, (padded,), {}))
+        built.append((aten.clone.default, (), {"memory_format": torch.contiguous_format}))
+    built.append((aten.view.default, (padded,), {}))
     if padded != [*shape]:
-        made.append((aten.narrow.default, (dim, 0, shape[dim]), {}))
-        made += [(aten.contiguous.default, (), {})] if dim > 0 else []
-    return made
+        built.append((aten.narrow.default, (dim, 0, shape[dim]), {}))
+        built += [(aten.contiguous.default, (), {})] if dim > 0 else []
+    return built
 
 
 def casts_to(user: fx.Node, dtype: torch.dtype | None) -> bool:

@@ -51,11 +51,11 @@ def equal_stages(
     first: dict[Any, list[StageOutline]] = {}
     for outline in outlines[:-1]:
         like = first.setdefault(_sizes(outline), [])
-        found = next(filter(None, (_equal(other, outline, described) for other in like)), None)
-        if found is None:
+        match = next(filter(None, (_equal(other, outline, described) for other in like)), None)
+        if match is None:
             like.append(outline)
         else:
-            equal[outline.stage] = found
+            equal[outline.stage] = match
     return equal
 
 
@@ -68,16 +68,23 @@ def _sizes(outline: StageOutline) -> tuple[int, ...]:
 def _equal(
     like: StageOutline, outline: StageOutline, described: Callable[[str], object]
 ) -> EqualStage | None:
-    found = _Comparison(described)
+    comparison = _Comparison(described)
     same = (
-        found.phases(like.forward, outline.forward)
-        and found.phases(like.backward, outline.backward)
-        and all(map(found.parameter, like.parameters, outline.parameters))
-        and all(map(found.parameter, like.buffers, outline.buffers))
+        comparison.phases(like.forward, outline.forward)
+        and comparison.phases(like.backward, outline.backward)
+        and all(map(comparison.parameter, like.parameters, outline.parameters))
+        and all(map(comparison.parameter, like.buffers, outline.buffers))
     )
     if not same:
         return None
-    return EqualStage(outline, like.stage, found.nodes, found.named, found.modules, found.values)
+    return EqualStage(
+        outline,
+        like.stage,
+        comparison.nodes,
+        comparison.named,
+        comparison.modules,
+        comparison.values,
+    )
 
 
 class _Comparison:

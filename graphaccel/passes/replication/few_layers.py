@@ -31,29 +31,29 @@ def stage_ends(step: StepGraph, cuts: Sequence[str]) -> tuple[StageEnd, ...]:
         return ()
     known = _unfolded(step)
     row = {name: i for i, name in enumerate(known.names)}
-    found = []
+    results = []
     for name in cuts:
         if name not in row:
             raise NotRepeated(f"the stage ends at {name}, which a pass replaced")
         item, copy = int(known.item[row[name]]), int(known.copy[row[name]])
         middle = int(known.middle[item])
         if middle >= 0:
-            found.append(StageEnd(item, True, step.repeats.runs[middle], copy))
+            results.append(StageEnd(item, True, step.repeats.runs[middle], copy))
             continue
         path = known.path(row[name])
         inside = [(r, n) for r in step.repeats.runs if 0 <= (n := _number(r, path)) < r.count]
         run, layer = inside[0] if inside else (None, 0)
-        found.append(StageEnd(item, False, run, layer))
-    return tuple(found)
+        results.append(StageEnd(item, False, run, layer))
+    return tuple(results)
 
 
 def cut_layers(ends: Sequence[StageEnd]) -> dict[Run, list[int]]:
     """The layers of each run within or after which a stage ends, ascending."""
-    found: dict[Run, list[int]] = {}
+    results: dict[Run, list[int]] = {}
     for end in ends:
         if end.run is not None:
-            found.setdefault(end.run, []).append(end.layer)
-    return found
+            results.setdefault(end.run, []).append(end.layer)
+    return results
 
 
 def ends_among(

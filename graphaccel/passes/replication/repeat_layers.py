@@ -52,11 +52,11 @@ def repeat_layers(step: StepGraph, rewritten: Sequence[fx.GraphModule]) -> Repea
         layered(graph, each.inputs, each.outputs)
         for graph, each in zip(rewritten, (few.short, *few.longer), strict=True)
     )
-    made = Unfolded(Pattern(few.runs, short, longer))
+    unfolded = Unfolded(Pattern(few.runs, short, longer))
     names = [spec.name for spec in few.short.inputs]
-    pairs = zip(step.inputs, made.inputs, strict=False)  # values of the prologue are at the end
+    pairs = zip(step.inputs, unfolded.inputs, strict=False)  # values of the prologue are at the end
     return RepeatedGraph(
-        made.module(rewritten[0]),
+        unfolded.module(rewritten[0]),
         {spec.name: names[i] for spec, (i, _) in pairs},
-        tuple(i for i, _ in made.outputs),
+        tuple(i for i, _ in unfolded.outputs),
     )

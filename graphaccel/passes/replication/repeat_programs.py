@@ -87,8 +87,8 @@ def repeat_programs(
         for moment in short.backwards
     }
     ends_of = {
-        (_inputs(short.backward_inputs, made), _outputs(short.backward_outputs, made))
-        for made in backwards.values()
+        (_inputs(short.backward_inputs, built), _outputs(short.backward_outputs, built))
+        for built in backwards.values()
     }
     if len(ends_of) > 1:
         raise NotRepeated("the moments of a step have other inputs with more layers")
@@ -113,7 +113,7 @@ def repeat_programs(
         forward_inputs=_inputs(short.forward_inputs, forward),
         forward_outputs=outputs,
         backwards={
-            moment: made.module(short.backwards[moment]) for moment, made in backwards.items()
+            moment: built.module(short.backwards[moment]) for moment, built in backwards.items()
         },
         backward_inputs=ends[0],
         backward_outputs=ends[1],
@@ -197,13 +197,13 @@ def _travelling(value: Value) -> str:
     return value.name if named else ""
 
 
-def _inputs(short: Sequence[Value], made: Unfolded) -> tuple[Value, ...]:
-    pairs = zip(made.inputs, made.input_values, strict=True)
+def _inputs(short: Sequence[Value], unfolded: Unfolded) -> tuple[Value, ...]:
+    pairs = zip(unfolded.inputs, unfolded.input_values, strict=True)
     return tuple(_value(short[i], path, name) for (i, path), name in pairs)
 
 
-def _outputs(short: Sequence[Value], made: Unfolded) -> tuple[Value, ...]:
-    pairs = zip(made.outputs, made.output_values, strict=True)
+def _outputs(short: Sequence[Value], unfolded: Unfolded) -> tuple[Value, ...]:
+    pairs = zip(unfolded.outputs, unfolded.output_values, strict=True)
     return tuple(_value(short[i], path, name) for (i, path), name in pairs)
 
 
@@ -217,7 +217,7 @@ def _value(value: Value, path: str, name: str) -> Value:
 
 def _groups(rows: Sequence[Run], groups: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
     """Groups of parameters of few layers, extended to all of them, layer by layer."""
-    found: list[tuple[str, ...]] = []
+    results: list[tuple[str, ...]] = []
     for _, row in groupby(
         groups, lambda group: [len(copies(rows, name, LAYERS)) for name in group][:1]
     ):
@@ -225,5 +225,5 @@ def _groups(rows: Sequence[Run], groups: Sequence[tuple[str, ...]]) -> tuple[tup
         if len({len(names) for group in named for names in group}) > 1:
             raise NotRepeated("a group of parameters belongs to several layers")
         for copy in range(len(named[0][0])):
-            found += [tuple(names[copy] for names in group) for group in named]
-    return tuple(found)
+            results += [tuple(names[copy] for names in group) for group in named]
+    return tuple(results)

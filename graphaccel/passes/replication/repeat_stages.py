@@ -38,14 +38,14 @@ def repeat_stages(
 
     Copies of a node share its value.
     """
-    made = {program.stage: program for program in programs}
+    built = {program.stage: program for program in programs}
     if equal:
         for program in programs:
             for module in program.graphs:
                 keep_shares(module.graph)
     for stage, one in equal.items():
-        made[stage] = _Copy(one).of(made[one.like])
-    return tuple(made[stage] for stage in sorted(made))
+        built[stage] = _Copy(one).of(built[one.like])
+    return tuple(built[stage] for stage in sorted(built))
 
 
 class _Copy:
@@ -109,7 +109,7 @@ class _Copy:
 
     def _graph(self, module: fx.GraphModule) -> fx.GraphModule:
         graph = fx.Graph()
-        made: dict[fx.Node, fx.Node] = {}
+        built: dict[fx.Node, fx.Node] = {}
         nodes = list(module.graph.nodes)
         used = {self.names[n.name] for n in nodes if n.name in self.names}
         for node in nodes:
@@ -121,10 +121,10 @@ class _Copy:
                     name = f"{base}_{number + 1}"
                 used.add(name)
             target = name if node.op == "placeholder" else node.target
-            args: Any = fx.map_arg(node.args, made.__getitem__)
-            kwargs: Any = fx.map_arg(node.kwargs, made.__getitem__) if node.kwargs else {}
+            args: Any = fx.map_arg(node.args, built.__getitem__)
+            kwargs: Any = fx.map_arg(node.kwargs, built.__getitem__) if node.kwargs else {}
             meta = self._meta(node.meta)
-            made[node] = new_node(graph, node.op, target, args, kwargs, name, meta)
+            built[node] = new_node(graph, node.op, target, args, kwargs, name, meta)
         return graph_module(module, graph)
 
     def _shifted(self, name: str) -> str:

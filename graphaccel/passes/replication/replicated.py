@@ -47,8 +47,8 @@ def run_replicated(run: Runner, context: Context) -> Context:
     """Run all passes of the runner's list. Raises what they raise."""
     context = run.run(context, "step")
     free = context.fixed == Fixed() and context.ort is None
-    alike = context.step.repeats is not None and not context.plan.placements
-    if free and alike and context.step.has_loss:
+    equal_nodes = context.step.repeats is not None and not context.plan.placements
+    if free and equal_nodes and context.step.has_loss:
         try:
             return _programs_of_few(run, context)
         except (NotRepeated, GraphAccelError) as reason:  # then all layers are rewritten
@@ -114,17 +114,17 @@ def _shard_few(
     for. Raises NotRepeated."""
     least = [KEPT] * len(few.runs)
     longer = [[n + (i == more) for i, n in enumerate(least)] for more in range(len(least))]
-    made = []
+    built = []
     for step, counts in zip((few.short, *few.longer), (least, *longer), strict=True):
         stated = context.plan.axis_placements
         own = tuple((axis, few_layers(places, few.runs, counts)) for axis, places in stated)
         plan = replace(context.plan, axis_placements=own)
         each = run.run(replace(context, step=step, plan=plan), "rank")
-        made.append((each.part, each.rank))
-    before = {"" if p.prologue is None else graph_text(p.prologue.graph.graph) for p, _ in made}
+        built.append((each.part, each.rank))
+    before = {"" if p.prologue is None else graph_text(p.prologue.graph.graph) for p, _ in built}
     if len(before) > 1:
         raise NotRepeated("what is computed once a step depends on the number of layers")
-    return made
+    return built
 
 
 def _repeated(
@@ -137,8 +137,8 @@ def _repeated(
     local, axes = few[0]
     places = tuple(local.output_places[i] for i in whole.outputs)
     resting, partial = whole.spread(axes.resting), whole.spread(axes.partial)
-    made = LocalGraph(whole.graph, resting, partial)
-    return of_rank(context, replace(local, output_places=places), made)
+    local_graph = LocalGraph(whole.graph, resting, partial)
+    return of_rank(context, replace(local, output_places=places), local_graph)
 
 
 # ---- the programs of stages with many layers
@@ -153,17 +153,17 @@ def _programs_of_few(run: Runner, context: Context) -> Context:
         raise NotRepeated("the plan treats too few layers in a row alike")
     few = [LAYERS] * len(rows)
     counts = [few, *([n + (r == more) for r, n in enumerate(few)] for more in range(len(rows)))]
-    made = [_of_count(run, context, rows, count) for count in counts]
-    if any(each.weights for each in made):
+    built = [_of_count(run, context, rows, count) for count in counts]
+    if any(each.weights for each in built):
         raise NotRepeated("gradients of weights are apart")
-    summed = [run.run(each, "sums") for each in made]
+    summed = [run.run(each, "sums") for each in built]
     alone = all(map(_layer_by_layer, summed))
-    made_of = zip(*(each.programs for each in (summed if alone else made)), strict=True)
+    built_of = zip(*(each.programs for each in (summed if alone else built)), strict=True)
     programs = run.timed(
-        "repeat_programs", lambda: tuple(repeat_programs(step, rows, own) for own in made_of)
+        "repeat_programs", lambda: tuple(repeat_programs(step, rows, own) for own in built_of)
     )
     check_messages(programs)
-    whole = replace(_spread_known(context, rows, made[0]), programs=programs)
+    whole = replace(_spread_known(context, rows, built[0]), programs=programs)
     return whole if alone else run.run(whole, "sums")
 
 

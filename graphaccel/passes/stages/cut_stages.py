@@ -121,16 +121,16 @@ def _of_weights(
     graph: fx.GraphModule, kinds: dict[fx.Node, GraphInput]
 ) -> dict[fx.Node, tuple[str, ...]]:
     """Parameters, buffers and values computed from them alone (casts, transposes) → their names."""
-    found: dict[fx.Node, tuple[str, ...]] = {
+    results: dict[fx.Node, tuple[str, ...]] = {
         n: (spec.name,) for n, spec in kinds.items() if spec.kind in ("parameter", "buffer")
     }
     for node in graph.graph.nodes:
         reads = node.all_input_nodes
         if node.op != "call_function" or not reads or is_random(node) or "head" in node.meta:
             continue
-        if all(n in found for n in reads):
-            found[node] = tuple(name for n in reads for name in found[n])
-    return found
+        if all(n in results for n in reads):
+            results[node] = tuple(name for n in reads for name in results[n])
+    return results
 
 
 def _with_weights(
@@ -138,13 +138,13 @@ def _with_weights(
 ) -> dict[fx.Node, int]:
     """Values of `_of_weights` are on the stage that reads them, whatever stage the forward had them
     on, and no other node follows them."""
-    found = dict(stage)
+    results = dict(stage)
     for node in reversed(graph.graph.nodes):
         if node.op == "call_function" and node in weights:
             ahead = node.meta["phase"] == "forward"
-            own = {found[u] for u in node.users if u in found} or {0}
-            found[node] = min(own) if ahead else max(own)
-    return {n: found[n] for n in graph.graph.nodes if n in found}
+            own = {results[u] for u in node.users if u in results} or {0}
+            results[node] = min(own) if ahead else max(own)
+    return {n: results[n] for n in graph.graph.nodes if n in results}
 
 
 def _by_position(
@@ -211,11 +211,11 @@ def _by_parameters(
 def _gradients(
     graph: fx.GraphModule, outputs: Sequence[GraphOutput], stage: dict[fx.Node, int]
 ) -> dict[str, tuple[tuple[int, fx.Node], ...]]:
-    found = {}
+    results = {}
     for node, spec in zip(returned(graph), outputs, strict=True):
         if spec.kind == "gradient":
-            found[spec.name] = _unsummed(node, stage)
-    return found
+            results[spec.name] = _unsummed(node, stage)
+    return results
 
 
 def _drop_sums(

@@ -195,24 +195,24 @@ class _Stage:
 
     def _sent_forward(self) -> list[tuple[fx.Node, Value]]:
         """Values of this stage that later stages read, in either phase."""
-        found = []
+        collected = []
         for node in self.joint.held[self.stage]:
             if node.meta["phase"] != "forward":
                 continue
             readers = self.demands.forward[node] | self.demands.backward[node]
             peers = tuple(sorted(s for s in readers if s > self.stage))
             if peers:
-                found.append((node, Value("sent", node.name, peers)))
-        return found
+                collected.append((node, Value("sent", node.name, peers)))
+        return collected
 
     def _sent_backward(self) -> list[tuple[fx.Node, Value]]:
         """Values of this stage that the backwards of earlier stages read."""
-        found = []
+        collected = []
         for node in self.joint.held[self.stage]:
             peers = tuple(sorted(s for s in self.demands.backward[node] if s < self.stage))
             if peers:
-                found.append((node, Value("sent", node.name, peers)))
-        return found
+                collected.append((node, Value("sent", node.name, peers)))
+        return collected
 
     def _phase(
         self, phase: str, results: Sequence[tuple[fx.Node, Value]], extra: Sequence[fx.Node]

@@ -71,13 +71,13 @@ def scatter_sends(staged: StagedGraph, plan: Plan) -> StagedGraph:
 def _readers(node: fx.Node, stage: dict[fx.Node, int]) -> dict[int, list[fx.Node]]:
     """Readers on other stages that the value is sent to: later stages in the forward, earlier ones
     in the backward."""
-    found: dict[int, list[fx.Node]] = defaultdict(list)
+    results: dict[int, list[fx.Node]] = defaultdict(list)
     ahead = node.meta["phase"] == "forward"
     for user in node.users:
         there = stage.get(user, stage[node])
         if there > stage[node] if ahead else there < stage[node]:
-            found[there].append(user)
-    return found
+            results[there].append(user)
+    return results
 
 
 def _even(node: fx.Node, ranks: int) -> bool:

@@ -43,18 +43,18 @@ def split_phases(staged: StagedGraph, outlines: Sequence[StageOutline]) -> tuple
 
 def _module(staged: StagedGraph, stage: int, outline: Outline) -> fx.GraphModule:
     graph = fx.Graph()
-    made: dict[fx.Node, fx.Node] = {}
+    built: dict[fx.Node, fx.Node] = {}
     values = []
     for node, _ in outline.inputs:
-        made[node] = graph.placeholder(node.name)
-        made[node].meta = dict(node.meta)
+        built[node] = graph.placeholder(node.name)
+        built[node].meta = dict(node.meta)
         value = node.meta["val"]
         foreign = staged.stage.get(node, stage) != stage
         # Received tensors are dense: an expanded tensor is sent contiguous.
         values.append(value.contiguous() if foreign and not is_dense(value) else value)
     for node in outline.body:
-        made[node] = copy_node(graph, node, made)
-    result = graph.output([made[n] for n, _ in outline.outputs])
+        built[node] = copy_node(graph, node, built)
+    result = graph.output([built[n] for n, _ in outline.outputs])
     result.meta["phase"] = "output"
     module = graph_module(staged.graph, graph)
     propagate(module, values)

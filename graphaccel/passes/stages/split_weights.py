@@ -87,15 +87,15 @@ def _kept(node: fx.Node, value: Value | None) -> Value:
 
 def _ancestors(nodes: Iterable[fx.Node], stop: set[fx.Node] | None = None) -> set[fx.Node]:
     """The nodes and all that they depend on; nodes in `stop` are included, their inputs are not."""
-    found: set[fx.Node] = set()
+    collected: set[fx.Node] = set()
     stack = list(nodes)
     while stack:
         node = stack.pop()
-        if node not in found:
-            found.add(node)
+        if node not in collected:
+            collected.add(node)
             if stop is None or node not in stop:
                 stack += node.all_input_nodes
-    return found
+    return collected
 
 
 def _with(
@@ -106,13 +106,13 @@ def _with(
     outputs: Sequence[tuple[fx.Node, Value]],
 ) -> StageProgram:
     graph = fx.Graph()
-    made: dict[fx.Node, fx.Node] = {}
+    built: dict[fx.Node, fx.Node] = {}
     for node, _ in inputs:
-        made[node] = graph.placeholder(node.name)
-        made[node].meta = dict(node.meta)
+        built[node] = graph.placeholder(node.name)
+        built[node].meta = dict(node.meta)
     for node in body:
-        made[node] = graph.node_copy(node, lambda n: made[n])
-    graph.output([made[n] for n, _ in outputs]).meta["phase"] = "output"
+        built[node] = graph.node_copy(node, lambda n: built[n])
+    graph.output([built[n] for n, _ in outputs]).meta["phase"] = "output"
     return replace(
         program,
         backwards={(True, True): graph_module(module, graph)},

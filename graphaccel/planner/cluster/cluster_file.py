@@ -76,19 +76,19 @@ def _problems(data: Any, devices: int | None) -> Iterator[str]:
         return
     if data.get("schema", SCHEMA) != SCHEMA:
         yield f"schema is {data['schema']!r}; this version reads {SCHEMA}"
-    found = list(_of_fields({k: v for k, v in data.items() if k != "schema"}, Cluster, ""))
+    results = list(_of_fields({k: v for k, v in data.items() if k != "schema"}, Cluster, ""))
     device = data.get("device")
     links: Any = data.get("links")
     if "device" in data:
-        found += _of_device(device)
+        results += _of_device(device)
     if "links" in data:
-        found += _of_links(links)
+        results += _of_links(links)
     if data.get("host") is not None:
-        found += _of_host(data["host"])
-    found += _of_regions(data.get("ort", {}))
-    found += _of_steps(data.get("steps", []))
-    yield from found
-    if not found:
+        results += _of_host(data["host"])
+    results += _of_regions(data.get("ort", {}))
+    results += _of_steps(data.get("steps", []))
+    yield from results
+    if not results:
         count = data["count"] if devices is None else devices
         last = links[-1]
         if count > MOST_DEVICES:

@@ -45,7 +45,7 @@ class DetectedDevice:
     capability: tuple[int, int]
 
 
-def detected_cluster(found: DetectedDevice, count: int) -> Cluster:
+def detected_cluster(detected_device: DetectedDevice, count: int) -> Cluster:
     """A cluster of ``count`` such GPUs with the links of the catalogue entry of that name; where
     there is none, of the nearest entry by compute capability and then by processors. Peaks and
     memory bandwidth are the entry's, scaled by the GPU's share of the entry's processors; where the
@@ -53,20 +53,20 @@ def detected_cluster(found: DetectedDevice, count: int) -> Cluster:
 
     Raises what ``planner.cluster.catalogue.cluster`` raises.
     """
-    words = set(re.split(r"[^a-z0-9]+", found.name.lower()))
+    words = set(re.split(r"[^a-z0-9]+", detected_device.name.lower()))
     named = [name for name in _CAPABILITIES if _word(name) in words]
-    name = min(named or _CAPABILITIES, key=lambda name: _distance(name, found))
-    where = cluster(name, count, found.memory)
+    name = min(named or _CAPABILITIES, key=lambda name: _distance(name, detected_device))
+    where = cluster(name, count, detected_device.memory)
     device = where.device
-    share = found.processors / device.processors
+    share = detected_device.processors / device.processors
     if named and share == 1:
         return where
     device = replace(
         device,
-        processors=found.processors,
+        processors=detected_device.processors,
         peak_flops={dtype: share * rate for dtype, rate in device.peak_flops.items()},
         memory_bandwidth=share * device.memory_bandwidth,
-        stands_for=found.name,
+        stands_for=detected_device.name,
     )
     return replace(where, device=device)
 
@@ -76,12 +76,12 @@ def _word(name: str) -> str:
     return name.partition("-")[0].removeprefix("rtx")
 
 
-def _distance(name: str, found: DetectedDevice) -> tuple[float, ...]:
+def _distance(name: str, detected_device: DetectedDevice) -> tuple[float, ...]:
     major, minor = _CAPABILITIES[name]
     device = cluster(name, 1).device
     return (
-        abs(major - found.capability[0]),
-        abs(minor - found.capability[1]),
-        abs(device.processors - found.processors),
-        abs(device.memory - found.memory),
+        abs(major - detected_device.capability[0]),
+        abs(minor - detected_device.capability[1]),
+        abs(device.processors - detected_device.processors),
+        abs(device.memory - detected_device.memory),
     )

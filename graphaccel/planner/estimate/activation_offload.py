@@ -34,24 +34,24 @@ def _offloaded_bytes(profile: Profile, sized: SizedProfile, plan: Plan) -> np.nd
     return np.bincount(at[large], size, minlength=len(profile)).astype(np.int64)
 
 
-def beside(profile: Profile, away: np.ndarray, here: slice) -> np.ndarray:
+def beside(profile: Profile, offloaded: np.ndarray, here: slice) -> np.ndarray:
     """Bytes on the device of what is offloaded, while each position computes: the offloaded values
     of its block, which are copied to the host after their last use and back before their first."""
-    block, own = profile.block_at[here], away[here]
+    block, own = profile.block_at[here], offloaded[here]
     inside = block >= 0
     sums = np.bincount(block[inside], own[inside], minlength=len(profile.block_names) + 1)
     return np.where(inside, sums[block], own).astype(np.int64)
 
 
 def with_copies(
-    profile: Profile, sized: SizedProfile, plan: Plan, works: Sequence[StageCost], cluster: Cluster
+    profile: Profile, sized: SizedProfile, plan: Plan, costs: Sequence[StageCost], cluster: Cluster
 ) -> tuple[StageCost, ...]:
     """The costs of the stages with the copies of a microbatch: to the host beside the forward if
     the device is not its own host, and back before the backward goes on."""
     assert cluster.host is not None
-    away, found = offloaded_bytes(profile, sized, plan), []
-    for work in works:
-        seconds = float(away[work.first : work.end].sum()) / cluster.host.link
+    offloaded, result = offloaded_bytes(profile, sized, plan), []
+    for work in costs:
+        seconds = float(offloaded[work.first : work.end].sum()) / cluster.host.link
         down = seconds if cluster.host.shared else max(0.0, seconds - work.forward)
-        found.append(replace(work, forward=work.forward + down, backward=work.backward + seconds))
-    return tuple(found)
+        result.append(replace(work, forward=work.forward + down, backward=work.backward + seconds))
+    return tuple(result)

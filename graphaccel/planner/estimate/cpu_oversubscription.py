@@ -21,7 +21,7 @@ def shared_makespan(
     shape: tuple[str, int, int, int],
     seconds: tuple[Sequence[float], Sequence[float], Sequence[float]],
     edges: Iterable[tuple[int, int, str]],
-    alike: int,
+    processes: int,
     cores: float,
 ) -> float:
     """Seconds until the last rank has computed its last action; messages take no time.
@@ -54,7 +54,7 @@ def shared_makespan(
         return all((action.kind, source, action.microbatch) in done for source in sources)
 
     while active := [rank for rank in range(ranks) if ready(rank)]:
-        rate = min(1.0, cores / (alike * len(active)))
+        rate = min(1.0, cores / (processes * len(active)))
         next_end = min(left[rank] for rank in active)
         now += next_end / rate
         for rank in active:

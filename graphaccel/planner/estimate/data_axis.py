@@ -29,22 +29,22 @@ from graphaccel.planner.profile.profile import Profile
 
 
 def reduce_seconds(
-    profile: Profile, works: Sequence[StageCost], plan: Plan, cluster: Cluster
+    profile: Profile, costs: Sequence[StageCost], plan: Plan, cluster: Cluster
 ) -> list[float]:
     """Exposed seconds of each stage's gradients and parameters; identical stages are computed
     once."""
-    shared = profile.analyses.cached(plan.cuts, _shared_bytes, profile, works)
+    shared = profile.analyses.cached(plan.cuts, _shared_bytes, profile, costs)
     known: dict[object, float] = {}
-    found = []
-    for stage, work in enumerate(works):
-        alike: object = work.gradient, work.partial, work.backward, work.weight
-        alike = alike, kept_bytes(profile, plan, [(work.first, work.end)])
+    results = []
+    for stage, work in enumerate(costs):
+        kind: object = work.gradient, work.partial, work.backward, work.weight
+        kind = kind, kept_bytes(profile, plan, [(work.first, work.end)])
         if plan.zero == 3 and plan.data > 1:  # the parameters that are held matter
-            alike = alike, work.forward, _groups(profile, work, plan)
-        if alike not in known:
-            known[alike] = _stage_seconds(profile, work, plan, cluster)
-        found.append(known[alike] + _shared_seconds(shared[stage], plan, cluster, stage))
-    return found
+            kind = kind, work.forward, _groups(profile, work, plan)
+        if kind not in known:
+            known[kind] = _stage_seconds(profile, work, plan, cluster)
+        results.append(known[kind] + _shared_seconds(shared[stage], plan, cluster, stage))
+    return results
 
 
 def _stage_seconds(profile: Profile, work: StageCost, plan: Plan, cluster: Cluster) -> float:
@@ -58,8 +58,8 @@ def _stage_seconds(profile: Profile, work: StageCost, plan: Plan, cluster: Clust
     def backwards(*gathered: tuple[float, float]) -> float:
         """Exposed seconds of the backwards that reduce gradients, beside which parameters are
         gathered."""
-        found = _exposed(cluster, beside, last, *gathered)
-        return found + (summing - 1) * _exposed(cluster, beside, before, *gathered) + copies
+        result = _exposed(cluster, beside, last, *gathered)
+        return result + (summing - 1) * _exposed(cluster, beside, before, *gathered) + copies
 
     if not plan.zero or plan.data == 1:
         return _exposed(cluster, beside, last)
@@ -183,16 +183,16 @@ def shards_seconds(cluster: Cluster, size: float, axes: tuple[str, ...], plan: P
     return wires.all_reduce(size, ("replicate",)) + wires.all_reduce(size, axes)
 
 
-def _shared_bytes(profile: Profile, works: Sequence[StageCost]) -> list[int]:
+def _shared_bytes(profile: Profile, costs: Sequence[StageCost]) -> list[int]:
     """Of each stage, bytes of trained parameters that other stages use too."""
-    ends = np.array([work.end for work in works])
-    found = [0] * len(works)
+    ends = np.array([work.end for work in costs])
+    result = [0] * len(costs)
     for parameter in profile.parameters:
         if parameter.trainable and len(parameter.positions) > 1:
             stages = set(np.searchsorted(ends, parameter.positions, side="right").tolist())
             for stage in stages if len(stages) > 1 else ():
-                found[stage] += parameter.bytes
-    return found
+                result[stage] += parameter.bytes
+    return result
 
 
 def _shared_seconds(size: int, plan: Plan, cluster: Cluster, stage: int) -> float:

@@ -48,34 +48,34 @@ def predict_seconds(
     W.
     """
     sized = sized_for(profile, plan, cluster)
-    works = stage_costs(profile, sized, plan, cluster.device.launch_seconds)
+    costs = stage_costs(profile, sized, plan, cluster.device.launch_seconds)
     edges = edge_seconds(profile, sized, plan, cluster)
-    reduces = reduce_seconds(profile, works, plan, cluster)
-    crowd, ranks = cluster.device.crowd, range(plan.pipeline)
-    if crowd != 1:
-        works = tuple(work.shorter(crowd) for work in works)
-    held = {stepped(profile, plan, works[r :: plan.pipeline]) for r in ranks}
+    reduces = reduce_seconds(profile, costs, plan, cluster)
+    crowding, ranks = cluster.device.crowd, range(plan.pipeline)
+    if crowding != 1:
+        costs = tuple(work.shorter(crowding) for work in costs)
+    held = {stepped(profile, plan, costs[r :: plan.pipeline]) for r in ranks}
     optimizer, copies = max(
         step_seconds(*each, cluster, optimizer_bytes, plan.offload) for each in held
     )
     price = _played if simulated else _closed
-    compute, bubble, communication = price(plan, works, edges, reduces)
-    longer = works
+    compute, bubble, communication = price(plan, costs, edges, reduces)
+    longer = costs
     if "activations" in plan.offload:
         longer = with_copies(profile, sized, plan, longer, cluster)
     if "parameters" in plan.offload:
-        longer = with_uploads(profile, plan, works, longer, cluster)
-    if longer is not works:
+        longer = with_uploads(profile, plan, costs, longer, cluster)
+    if longer is not costs:
         copies += sum(price(plan, longer, edges, reduces)) - compute - bubble - communication
-    if crowd > 1:  # a waiting rank leaves its core to others, until all cores are busy
-        busy = [sum(w.forward + w.backward for w in works[r :: plan.pipeline]) for r in ranks]
-        least = crowd * plan.microbatches * sum(busy) / len(busy)
+    if crowding > 1:  # a waiting rank leaves its core to others, until all cores are busy
+        busy = [sum(w.forward + w.backward for w in costs[r :: plan.pipeline]) for r in ranks]
+        least = crowding * plan.microbatches * sum(busy) / len(busy)
         whole = max(compute + bubble, least)
         if simulated:
             shape = plan.schedule, plan.pipeline, plan.interleave, plan.microbatches
-            own = _durations(plan, [work.alone for work in works])
-            alike = plan.devices // plan.pipeline
-            shared = shared_makespan(shape, own, edges, alike, plan.devices / crowd)
+            own = _durations(plan, [work.alone for work in costs])
+            equal_processes = plan.devices // plan.pipeline
+            shared = shared_makespan(shape, own, edges, equal_processes, plan.devices / crowding)
             whole = max(whole, shared)
         compute = max(compute, least)
         bubble = whole - compute
@@ -92,32 +92,32 @@ def predict_seconds(
 
 def _played(
     plan: Plan,
-    works: Sequence[StageCost],
+    costs: Sequence[StageCost],
     edges: Mapping[tuple[int, int, str], float],
     reduces: Sequence[float],
 ) -> tuple[float, float, float]:
     """(compute, bubble, communication) seconds by simulation, with messages and without."""
     shape = plan.schedule, plan.pipeline, plan.interleave, plan.microbatches
-    real = play(shape, _durations(plan, works), edges, reduces)
-    alone = _durations(plan, [work.alone for work in works])
-    ideal = play(shape, alone, dict.fromkeys(edges, 0.0), [0.0] * len(works))
+    real = play(shape, _durations(plan, costs), edges, reduces)
+    alone = _durations(plan, [work.alone for work in costs])
+    ideal = play(shape, alone, dict.fromkeys(edges, 0.0), [0.0] * len(costs))
     compute = max(ideal.busy)
     return compute, ideal.makespan - compute, max(real.makespan - ideal.makespan, 0.0)
 
 
 def _durations(
-    plan: Plan, works: Sequence[StageCost]
+    plan: Plan, costs: Sequence[StageCost]
 ) -> tuple[list[float], list[float], list[float]]:
     """Seconds of forward, backward and weight, per stage."""
-    forward, backward = [w.forward for w in works], [w.backward for w in works]
+    forward, backward = [w.forward for w in costs], [w.backward for w in costs]
     if plan.schedule == "zero_bubble":
-        backward = [w.backward - w.weight for w in works]
-    return forward, backward, [w.weight + w.action for w in works]
+        backward = [w.backward - w.weight for w in costs]
+    return forward, backward, [w.weight + w.action for w in costs]
 
 
 def _play(
     plan: Plan,
-    works: Sequence[StageCost],
+    costs: Sequence[StageCost],
     edges: Mapping[tuple[int, int, str], float],
     reduces: Sequence[float],
 ) -> tuple[Schedule, Timeline]:
@@ -125,33 +125,33 @@ def _play(
     ahead = frozenset((a, b) for a, b, way in edges if way == "forward")
     back = frozenset((a, b) for a, b, way in edges if way == "backward")
     schedule = with_communication(table, ahead, back)
-    forward, backward, weight = _durations(plan, works)
+    forward, backward, weight = _durations(plan, costs)
     return schedule, simulate(schedule, forward, backward, edges, reduces, weight)
 
 
 def timeline(profile: Profile, plan: Plan, cluster: Cluster) -> tuple[Schedule, Timeline]:
     """The plan's schedule with its messages, and when each of its actions happens."""
     sized = sized_for(profile, plan, cluster)
-    works = stage_costs(profile, sized, plan, cluster.device.launch_seconds)
+    costs = stage_costs(profile, sized, plan, cluster.device.launch_seconds)
     edges = edge_seconds(profile, sized, plan, cluster)
-    reduces = reduce_seconds(profile, works, plan, cluster)
-    return _play(plan, works, edges, reduces)
+    reduces = reduce_seconds(profile, costs, plan, cluster)
+    return _play(plan, costs, edges, reduces)
 
 
 def _closed(
     plan: Plan,
-    works: Sequence[StageCost],
+    costs: Sequence[StageCost],
     edges: Mapping[tuple[int, int, str], float],
     reduces: Sequence[float],
 ) -> tuple[float, float, float]:
-    per_stage = [w.forward + w.backward for w in works]
+    per_stage = [w.forward + w.backward for w in costs]
     ranks = range(plan.pipeline)
     top = max(ranks, key=lambda r: sum(per_stage[r :: plan.pipeline]))
     busiest = sum(per_stage[top :: plan.pipeline])
-    sent = sum(w.sent_forward + w.sent_backward for w in works[top :: plan.pipeline])
+    sent = sum(w.sent_forward + w.sent_backward for w in costs[top :: plan.pipeline])
     bubble = max(sum(per_stage) - busiest, 0.0) / plan.interleave
     if plan.schedule == "zero_bubble":
-        others = [w for i, w in enumerate(works) if i != top]
+        others = [w for i, w in enumerate(costs) if i != top]
         bubble = sum(max(0.0, w.forward + w.backward - 2 * w.weight) for w in others)
     exposed = sum(edges.values()) + max(sum(reduces[r :: plan.pipeline]) for r in ranks)
     exposed += plan.microbatches * sent

@@ -140,8 +140,8 @@ class _Estimate:
         gradients = peaks.gradient.reshape(shape).sum(axis=0)
         offloaded = np.zeros(plan.pipeline, dtype=np.int64)
         if "activations" in plan.offload:
-            away = offloaded_bytes(self.profile, self.sized, plan)
-            bytes_of = [int(away[work.first : work.end].sum()) for work in self.costs]
+            offloaded_each = offloaded_bytes(self.profile, self.sized, plan)
+            bytes_of = [int(offloaded_each[work.first : work.end].sum()) for work in self.costs]
             offloaded = (waiting * bytes_of).reshape(shape).sum(axis=0)
         columns = (top, activations, peaks.temporary[top], gradients, offloaded)
         return [_Peak(*row) for row in zip(*(c.tolist() for c in columns), strict=True)]
@@ -234,14 +234,14 @@ def _sent(
 
 def _of_ranks(profile: Profile, costs: Sequence[StageCost], ranks: int) -> tuple[_Held, ...]:
     """What each rank holds."""
-    found = []
+    results = []
     for rank in range(ranks):
         held = held_parameters(profile, _spans(costs[rank::ranks]))
         trained = sum(p.bytes for p in held if p.trainable)
         buffers = sum(p.bytes for p in held if p.name not in profile.resting)
         largest = max((p.bytes for p in held if p.trainable), default=0)
-        found.append(_Held(sum(p.bytes for p in held), trained, buffers, largest))
-    return tuple(found)
+        results.append(_Held(sum(p.bytes for p in held), trained, buffers, largest))
+    return tuple(results)
 
 
 def _spans(costs: Sequence[StageCost]) -> tuple[tuple[int, int], ...]:
@@ -263,21 +263,21 @@ def _held_by_one(
     if plan.holds_casts:
         storage, parameter, place = profile.held_casts
         size = sized.bytes[storage]
-        found = 0
+        total = 0
         for work in costs:
             here = (work.first <= place) & (place < work.end)
             _, at = np.unique(parameter[here], return_index=True)
-            found += int(size[here][at].sum())
-        return found
+            total += int(size[here][at].sum())
+        return total
     if not plan.holds_gathered:
         return 0
-    found = sum(
+    total = sum(
         p.bytes
         for work in costs
         for p in held_parameters(profile, [(work.first, work.end)])
         if p.name in profile.resting and p.name not in kept_whole(profile, plan)
     )
-    return found // 2 if plan.gathers_low else found
+    return total // 2 if plan.gathers_low else total
 
 
 def gathered_sizes(profile: Profile, held: Sequence[Parameter], plan: Plan) -> list[int]:

@@ -50,9 +50,9 @@ def step_bytes(
     fused: the step is graphaccel's own (`runtime.parameters.optimizer_step`). padded: of padded
     shards of replicated parameters, which are then copies."""
     on_host = "optimizer" in plan.offload
-    made = 0 if fused or on_host else stepping.needed(stepped, sizes)
+    built = 0 if fused or on_host else stepping.needed(stepped, sizes)
     copies = 0 if on_host else padded
-    return copies + max(made, _gathered(whole, plan.bucket_bytes))
+    return copies + max(built, _gathered(whole, plan.bucket_bytes))
 
 
 def _gathered(sizes: Sequence[int], bucket_bytes: int) -> int:

@@ -19,12 +19,12 @@ _OPTIMIZER_OPS = 10
 _TENSORS_AT_ONCE = 100
 
 
-def stepped(profile: Profile, plan: Plan, works: Sequence[StageCost]) -> tuple[float, int]:
+def stepped(profile: Profile, plan: Plan, costs: Sequence[StageCost]) -> tuple[float, int]:
     """(bytes of gradients that a rank's optimizer steps, number of their tensors)."""
-    trained, tensors = sum(w.gradient for w in works), sum(w.tensors for w in works)
+    trained, tensors = sum(w.gradient for w in costs), sum(w.tensors for w in costs)
     if not plan.zero:
         return trained, tensors
-    kept = kept_bytes(profile, plan, [(w.first, w.end) for w in works]).trained
+    kept = kept_bytes(profile, plan, [(w.first, w.end) for w in costs]).trained
     return kept + (trained - kept) / plan.shards, tensors
 
 

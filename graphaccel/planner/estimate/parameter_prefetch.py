@@ -49,12 +49,12 @@ def runs_of(uses: Iterable[Use]) -> list[list[Use]]:
     """Uses grouped by what is copied together: the consecutive uses of one block, and outside of
     blocks each parameter; groups, and the uses inside them, in the order in which they start. A
     parameter that several groups read is copied for each."""
-    found: dict[object, list[Use]] = defaultdict(list)
+    results: dict[object, list[Use]] = defaultdict(list)
     number, before = 0, None
     for use in sorted(uses, key=lambda use: use.place):
         number, before = number + (use.block != before), use.block
-        found[number if use.block else (number, use.name)].append(use)
-    return sorted(found.values(), key=lambda own: (own[0].place, max(use.last for use in own)))
+        results[number if use.block else (number, use.name)].append(use)
+    return sorted(results.values(), key=lambda own: (own[0].place, max(use.last for use in own)))
 
 
 def _stretches(uses: Iterable[Use]) -> list[_Stretch]:
@@ -71,10 +71,10 @@ def _stretches(uses: Iterable[Use]) -> list[_Stretch]:
 def _there(stretches: Sequence[_Stretch], length: int) -> np.ndarray:
     """Bytes at each position: a copy is held from where the one before it starts, up to its own
     end."""
-    found = np.zeros(length, dtype=np.int64)
+    result = np.zeros(length, dtype=np.int64)
     for k, one in enumerate(stretches):
-        found[stretches[k - 1].first if k else 0 : one.last + 1] += one.bytes
-    return found
+        result[stretches[k - 1].first if k else 0 : one.last + 1] += one.bytes
+    return result
 
 
 def _read(profile: Profile, span: tuple[int, int]) -> list[Use]:
@@ -126,7 +126,7 @@ def with_uploads(
     profile: Profile,
     plan: Plan,
     beside: Sequence[StageCost],
-    works: Sequence[StageCost],
+    costs: Sequence[StageCost],
     cluster: Cluster,
 ) -> tuple[StageCost, ...]:
     """The costs of the stages with the exposed seconds of parameter prefetch in each forward and
@@ -139,8 +139,8 @@ def with_uploads(
     assert cluster.host is not None
     link, alone = cluster.host.link, cluster.host.shared
     shards = plan.shards if plan.zero == 3 else 1
-    found = []
-    for own, work in zip(beside, works, strict=True):
+    results = []
+    for own, work in zip(beside, costs, strict=True):
         span = own.first, own.end
         sizes = profile.analyses.cached(span, _upload_sizes, profile, span)
         once, first = sum(sizes) / shards / link, max(sizes, default=0) / shards / link
@@ -148,5 +148,5 @@ def with_uploads(
             once if alone else exposed_seconds(cluster.device, once, first, s, interference=0.0)
             for s in (own.forward, own.backward)
         )
-        found.append(replace(work, forward=work.forward + ahead, backward=work.backward + back))
-    return tuple(found)
+        results.append(replace(work, forward=work.forward + ahead, backward=work.backward + back))
+    return tuple(results)

@@ -223,8 +223,8 @@ def _rows(name: str, ranks: int, per_rank: int, microbatches: int) -> tuple[_Row
 @lru_cache(maxsize=8)
 def _last_stages(name: str, ranks: int, per_rank: int, microbatches: int) -> list[list[int]]:
     """The stages of each rank, in the order in which they finish."""
-    found = []
+    results = []
     for row in _rows(name, ranks, per_rank, microbatches):
         last = {job % (ranks * per_rank): index for index, (job, _) in enumerate(row)}
-        found.append(sorted(last, key=last.__getitem__))
-    return found
+        results.append(sorted(last, key=last.__getitem__))
+    return results

@@ -56,8 +56,8 @@ class StageCost:
     @property
     def summed(self) -> dict[tuple[str, ...], int]:
         """Bytes of gradients by the axes besides data over which they are still to be reduced."""
-        found = dict(self.partial)
-        return {(): self.gradient - sum(found.values()), **found}
+        results = dict(self.partial)
+        return {(): self.gradient - sum(results.values()), **results}
 
     def shorter(self, factor: float) -> StageCost:
         """The stage with all seconds divided by `factor`."""
@@ -121,7 +121,7 @@ def _stage_costs(
     columns = np.stack([
         forward, sized.sent_forward, starting, backward, sent, host, sized.weight
     ])  # fmt: skip
-    works = []
+    costs = []
     for first, end in stage_positions(profile, plan.cuts):
         held = held_parameters(profile, [(first, end)])
         trained = [p for p in held if p.trainable]
@@ -131,7 +131,7 @@ def _stage_costs(
                 partial[profile.partial[parameter.name]] += parameter.bytes
         *busy, weight = columns[:, first:end].sum(axis=1).tolist()
         ahead, back = _phase(*busy[:3]), _phase(*busy[3:])
-        works.append(
+        costs.append(
             StageCost(
                 first=first,
                 end=end,
@@ -147,7 +147,7 @@ def _stage_costs(
                 action=action,
             )
         )
-    return tuple(works)
+    return tuple(costs)
 
 
 def _phase(busy: float, waiting: float, starting: float) -> tuple[float, float]:
@@ -195,8 +195,8 @@ def held_together(plan: Plan, bytes_of: Sequence[int] | np.ndarray) -> np.ndarra
     ranks = plan.pipeline
     sizes = np.asarray(bytes_of, dtype=np.int64).reshape(plan.interleave, ranks)
     moments = _held_by_rank(ranks, plan.interleave, _few(ranks, plan.microbatches))
-    found = [held[(held @ sizes[:, rank]).argmax()] for rank, held in enumerate(moments)]
-    return np.stack(found, axis=1).reshape(-1)
+    results = [held[(held @ sizes[:, rank]).argmax()] for rank, held in enumerate(moments)]
+    return np.stack(results, axis=1).reshape(-1)
 
 
 @cache
@@ -220,7 +220,7 @@ def _held_by_rank(ranks: int, per_rank: int, microbatches: int) -> tuple[np.ndar
     real = start * ranks + offset < microbatches
     ahead = np.eye(per_rank, dtype=np.int64)[chunk]
     back = -ahead[:, ::-1]
-    found = []
+    results = []
     for rank in range(ranks):
         warm = min(2 * (ranks - 1 - rank) + (per_rank - 1) * ranks, len(chunk))
         steady = len(chunk) - warm
@@ -235,5 +235,5 @@ def _held_by_rank(ranks: int, per_rank: int, microbatches: int) -> tuple[np.ndar
         if prod(most) < _NUMBERED:
             number = np.ravel_multi_index(tuple(held.T), most)
             held = held[np.sort(np.unique(number, return_index=True)[1])]
-        found.append(held)
-    return tuple(found)
+        results.append(held)
+    return tuple(results)

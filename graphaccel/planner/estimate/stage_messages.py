@@ -45,8 +45,8 @@ def gathered_bytes(
     profile: Profile, sized: SizedProfile, plan: Plan
 ) -> dict[tuple[int, int, str], int]:
     """Bytes that the tensor ranks of a destination gather of each message that is sent in parts."""
-    found = _messages(profile, sized, plan).items()
-    return {key: gathered for key, (_, gathered) in found if gathered}
+    result = _messages(profile, sized, plan).items()
+    return {key: gathered for key, (_, gathered) in result if gathered}
 
 
 def _messages(
@@ -69,13 +69,13 @@ def _find_messages(
     whole, floating = sized.bytes[crossing.storage], profile.storages.floating[crossing.storage]
     parts = in_parts(profile, sized, plan)
     sent, gathered = np.where(parts, whole // plan.tensor, whole), np.where(parts, whole, 0)
-    found: dict[tuple[int, int, str], np.ndarray] = defaultdict(lambda: np.zeros(2, dtype=int))
+    results: dict[tuple[int, int, str], np.ndarray] = defaultdict(lambda: np.zeros(2, dtype=int))
     for value, stage in sorted(set(zip(which[far].tolist(), reader[far].tolist(), strict=True))):
         message = np.array((sent[value], gathered[value]))
-        found[int(source[value]), stage, "forward"] += message
+        results[int(source[value]), stage, "forward"] += message
         if floating[value]:
-            found[stage, int(source[value]), "backward"] += message
-    return {key: (int(both[0]), int(both[1])) for key, both in found.items()}
+            results[stage, int(source[value]), "backward"] += message
+    return {key: (int(both[0]), int(both[1])) for key, both in results.items()}
 
 
 def edge_seconds(

@@ -44,7 +44,7 @@ class Peaks:
 
 
 def stage_peaks(
-    profile: Profile, sized: SizedProfile, works: Sequence[StageCost], plan: Plan
+    profile: Profile, sized: SizedProfile, costs: Sequence[StageCost], plan: Plan
 ) -> Peaks:
     """The peak of every stage of `plan`. works: costs of its stages, whatever is recomputed.
 
@@ -52,21 +52,21 @@ def stage_peaks(
     are reduced over other axes; otherwise they are added as the backward proceeds. What ZeRO
     gathers and reduces is counted where it moves (`planner.estimate.zero_memory`).
     """
-    first, stage = sized.analyses.cached(plan.cuts, _stages, works)
+    first, stage = sized.analyses.cached(plan.cuts, _stages, costs)
     recomputation = profile.recomputation(plan)
     saved, _ = sized.saved(recomputation)
-    away = offloaded_bytes(profile, sized, plan)
-    running = _within(saved - away, first, stage)
+    offloaded = offloaded_bytes(profile, sized, plan)
+    running = _within(saved - offloaded, first, stage)
     whole = plan.microbatches > 1 or plan.data > 1
-    accumulated = np.array([whole or bool(work.partial) for work in works])
+    accumulated = np.array([whole or bool(work.partial) for work in costs])
     forward, backward = _passing(sized, plan, accumulated[stage])
     if recomputation.rows.any():
         groups = sized.analyses.cached(plan.cuts, _blocks, profile, stage)
         backward = backward + _remade(_coming(profile, sized, recomputation, stage), *groups)
-    forward, backward = _with_copies(profile, works, plan, away, (forward, backward))
-    gradient = np.array([work.gradient for work in works])
+    forward, backward = _with_copies(profile, costs, plan, offloaded, (forward, backward))
+    gradient = np.array([work.gradient for work in costs])
     request = plan.cuts, bytes_in_flight_key(plan)
-    moving = sized.analyses.cached(request, _moving, profile, sized, works, plan)
+    moving = sized.analyses.cached(request, _moving, profile, sized, costs, plan)
     if moving is not None:
         forward, backward, ready = (
             forward + moving.forward,
@@ -110,32 +110,32 @@ def _passing(
 
 def _with_copies(
     profile: Profile,
-    works: Sequence[StageCost],
+    costs: Sequence[StageCost],
     plan: Plan,
-    away: np.ndarray,
+    offloaded: np.ndarray,
     passing: tuple[np.ndarray, np.ndarray],
 ) -> tuple[np.ndarray, np.ndarray]:
     """Those bytes, with the copies to and from the host that are on their way.
 
-    away: bytes of each position's activations that are offloaded.
+    offloaded: bytes of each position's activations that are offloaded.
     """
     forward, backward = passing
     if "activations" in plan.offload:
-        spans = [slice(work.first, work.end) for work in works]
-        moved = np.concatenate([beside(profile, away, here) for here in spans])
+        spans = [slice(work.first, work.end) for work in costs]
+        moved = np.concatenate([beside(profile, offloaded, here) for here in spans])
         forward, backward = forward + moved, backward + moved
     if "parameters" in plan.offload:
-        up = [uploaded(profile, plan, (work.first, work.end)) for work in works]
+        up = [uploaded(profile, plan, (work.first, work.end)) for work in costs]
         forward = forward + np.concatenate([ahead for ahead, _ in up])
         backward = backward + np.concatenate([back for _, back in up])
     return forward, backward
 
 
-def _stages(works: Sequence[StageCost]) -> tuple[np.ndarray, np.ndarray]:
+def _stages(costs: Sequence[StageCost]) -> tuple[np.ndarray, np.ndarray]:
     """(first position of each stage, stage of each position)."""
-    first = np.array([work.first for work in works])
-    sizes = [work.end - work.first for work in works]
-    return first, np.repeat(np.arange(len(works)), sizes)
+    first = np.array([work.first for work in costs])
+    sizes = [work.end - work.first for work in costs]
+    return first, np.repeat(np.arange(len(costs)), sizes)
 
 
 def _within(values: np.ndarray, first: np.ndarray, stage: np.ndarray) -> np.ndarray:
@@ -172,28 +172,28 @@ def _coming(
 ) -> np.ndarray:
     """By how many bytes recomputed values grow at each position: they are held from the position
     whose backward reads them last up to where they are computed, or to the stage's end."""
-    _, _, made, until = profile.saved(recomputation)
-    before, size = recomputation.before[made], sized.bytes[made]
+    _, _, built, until = profile.saved(recomputation)
+    before, size = recomputation.before[built], sized.bytes[built]
     within = (before >= 0) & (stage[before] == stage[until])
-    found = np.bincount(until, size, minlength=len(profile))
-    found -= np.bincount(before[within], size[within], minlength=len(profile))
-    return found.astype(np.int64)
+    result = np.bincount(until, size, minlength=len(profile))
+    result -= np.bincount(before[within], size[within], minlength=len(profile))
+    return result.astype(np.int64)
 
 
 def _remade(
     recomputed: np.ndarray, places: np.ndarray, group: np.ndarray, start: np.ndarray
 ) -> np.ndarray:
     """Running sums of the bytes of recomputed values within each block of each stage."""
-    found = np.zeros(len(recomputed), dtype=np.int64)
-    found[places] = _within(recomputed[places], start, group)
-    return found
+    result = np.zeros(len(recomputed), dtype=np.int64)
+    result[places] = _within(recomputed[places], start, group)
+    return result
 
 
 def _moving(
-    profile: Profile, sized: SizedProfile, works: Sequence[StageCost], plan: Plan
+    profile: Profile, sized: SizedProfile, costs: Sequence[StageCost], plan: Plan
 ) -> BytesInFlight | None:
     """What ZeRO has in motion at each position; None where nothing is."""
-    spans = [(work.first, work.end) for work in works]
+    spans = [(work.first, work.end) for work in costs]
     parts = [bytes_in_flight(profile, plan, span, exchanged=sized.exchanges) for span in spans]
     known = [part for part in parts if part is not None]
     if not known:

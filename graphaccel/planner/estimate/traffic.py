@@ -51,47 +51,47 @@ class Traffic:
 def traffic(profile: Profile, plan: Plan, cluster: Cluster) -> tuple[Traffic, ...]:
     """What a device sends in a step of `plan`, the innermost axis first."""
     sized = sized_for(profile, plan, cluster)
-    works = stage_costs(profile, sized, plan, cluster.device.launch_seconds)
+    costs = stage_costs(profile, sized, plan, cluster.device.launch_seconds)
     wires = wires_of(cluster, plan)
     step = profile.step
     sizes = Sizes({**step.sizes, **({BATCH: plan.microbatch_size} if BATCH in step.sizes else {})})
-    found: dict[tuple[str, str], list[np.ndarray]] = defaultdict(list)
-    ends = np.array([work.end for work in works])
+    results: dict[tuple[str, str], list[np.ndarray]] = defaultdict(list)
+    ends = np.array([work.end for work in costs])
     for node, place in zip(profile.nodes, profile.node_position, strict=True):
         if node.target in KINDS:
             row = np.zeros((plan.pipeline, 3))
             rank = int(np.searchsorted(ends, place, side="right")) % plan.pipeline
             one = 1, sent_bytes(node, sizes), wires.seconds(node, sizes)
             row[rank] = np.array(one) * plan.microbatches
-            found[str(node.args[-1]), KINDS[node.target]].append(row)
-    for stage, work in enumerate(works):
+            results[str(node.args[-1]), KINDS[node.target]].append(row)
+    for stage, work in enumerate(costs):
         for axis, kind, *row in _over_data(profile, work, plan, cluster):
             rows = np.zeros((plan.pipeline, 3))
             rows[stage % plan.pipeline] = row
-            found[axis, kind].append(rows)
+            results[axis, kind].append(rows)
     for rank, row in _messages(profile, sized, plan, cluster):
         rows = np.zeros((plan.pipeline, 3))
         rows[rank] = row
-        found["pipeline", "send"].append(rows)
+        results["pipeline", "send"].append(rows)
     for (_, stage, _), size in gathered_bytes(profile, sized, plan).items():
         rows, times = np.zeros((plan.pipeline, 3)), plan.microbatches
         one = all_gather_seconds(cluster, size, plan.tensor, plan.stride("tensor"))
         rows[stage % plan.pipeline] = times, size * times, one * times
-        found["tensor", "all-gather"].append(rows)
+        results["tensor", "all-gather"].append(rows)
     order = ("tensor", "context", "expert", "shard", "replicate", "data", "pipeline")
-    summed = {key: np.sum(rows, axis=0) for key, rows in found.items()}
-    made = []
+    summed = {key: np.sum(rows, axis=0) for key, rows in results.items()}
+    built = []
     for (axis, kind), rows in summed.items():
         calls, size, seconds = rows[int(rows[:, 1].argmax())]
-        made.append(Traffic(axis, kind, int(calls), int(size), float(seconds)))
-    return tuple(sorted(made, key=lambda t: (order.index(t.axis.split("+")[0]), t.axis, t.kind)))
+        built.append(Traffic(axis, kind, int(calls), int(size), float(seconds)))
+    return tuple(sorted(built, key=lambda t: (order.index(t.axis.split("+")[0]), t.axis, t.kind)))
 
 
 def _over_data(
     profile: Profile, work: StageCost, plan: Plan, cluster: Cluster
 ) -> list[tuple[str, str, int, float, float]]:
     """Gradients and parameters of one stage: (axes, kind, calls, bytes, seconds)."""
-    wires, found = wires_of(cluster, plan), []
+    wires, result = wires_of(cluster, plan), []
     width = 2 if plan.precision.reduce in ("bfloat16", "float16") else 4
     times = plan.microbatches if plan.zero >= 2 and plan.accumulation == "shards" else 1
     sizes = {axes: held * width / 4 for axes, held in work.summed.items() if held > 0}
@@ -100,7 +100,7 @@ def _over_data(
         calls, inner = counts[axes], axes
         if plan.data > 1 and plan.zero >= 2:
             one = reduce_scatter_seconds(cluster, size / calls, plan.shards, plan.stride("data"))
-            found.append((plan.shard_axis, "reduce-scatter", calls * times, size * times,
+            result.append((plan.shard_axis, "reduce-scatter", calls * times, size * times,
                           calls * times * one))  # fmt: skip
             size /= plan.shards
             inner = (*(("replicate",) if plan.num_replicas > 1 else ()), *axes)
@@ -109,7 +109,7 @@ def _over_data(
             inner = (*(("data",) if plan.data > 1 else ()), *axes)
             one = wires.all_reduce(size / calls, inner)
         if inner:
-            found.append(("+".join(inner), "all-reduce", calls, size, calls * one))
+            result.append(("+".join(inner), "all-reduce", calls, size, calls * one))
     if plan.zero and plan.data > 1:
         sizes = [work.gradient] if plan.zero < 3 else _groups(profile, work, plan)
         times = 1
@@ -118,9 +118,9 @@ def _over_data(
         seconds = sum(
             all_gather_seconds(cluster, n, plan.shards, plan.stride("data")) for n in sizes
         )
-        found.append((plan.shard_axis, "all-gather", len(sizes) * times, sum(sizes) * times,
+        result.append((plan.shard_axis, "all-gather", len(sizes) * times, sum(sizes) * times,
                       seconds * times))  # fmt: skip
-    return found
+    return result
 
 
 def _groups(profile: Profile, work: StageCost, plan: Plan) -> list[int]:
@@ -133,11 +133,11 @@ def _messages(
     profile: Profile, sized: SizedProfile, plan: Plan, cluster: Cluster
 ) -> list[tuple[int, tuple[int, int, float]]]:
     """(pipeline rank, (calls, bytes, seconds)) of the messages between stages."""
-    found = []
+    results = []
     for (source, destination, _), size in message_bytes(profile, sized, plan).items():
         a, b = source % plan.pipeline, destination % plan.pipeline
         if a != b:
             one = send_seconds(cluster, size, device_number(plan, a), device_number(plan, b))
             times = plan.microbatches
-            found.append((a, (times, size * times, one * times)))
-    return found
+            results.append((a, (times, size * times, one * times)))
+    return results

@@ -108,8 +108,8 @@ def share_bytes(size: int, kept: int, padding: int, plan: Plan) -> int:
 
 def _shapes(profile: Profile) -> dict[tuple[int, ...], dict[str, int]]:
     """The names of the parameters of each shape, with their bytes."""
-    found: dict[tuple[int, ...], dict[str, int]] = defaultdict(dict)
+    results: dict[tuple[int, ...], dict[str, int]] = defaultdict(dict)
     for parameter in profile.parameters:
         if parameter.name in profile.resting:
-            found[parameter.shape][parameter.name] = parameter.bytes
-    return dict(found)
+            results[parameter.shape][parameter.name] = parameter.bytes
+    return dict(results)

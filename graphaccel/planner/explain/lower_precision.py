@@ -17,15 +17,20 @@ def bf16_gain(problem: Problem, plan: Plan) -> float | None:
     """How many times as fast the plan's mesh is predicted to be in bf16, with cuts and recomputed
     blocks chosen for it; None where the precision is pinned, the device has no faster bf16, or
     little is gained."""
-    device, told = problem.cluster.device, plan.prediction
+    device, prediction = problem.cluster.device, plan.prediction
     faster = peak_flops(device, "bfloat16") > peak_flops(device, "float32")
-    if "precision" in plan.pinned or not problem.layouts.offered or told is None or not faster:
+    if (
+        "precision" in plan.pinned
+        or not problem.layouts.offered
+        or prediction is None
+        or not faster
+    ):
         return None
     low = replace(plan.with_recomputed({}), precision=PRECISIONS["bf16"], cuts=())
     try:
-        found = with_cuts_and_blocks(problem, low, "some" if plan.recomputed else "none", None)
+        result = with_cuts_and_blocks(problem, low, "some" if plan.recomputed else "none", None)
     except GraphAccelError:  # this mesh has no such plan
         return None
-    assert found.prediction is not None
-    gain = told.seconds / found.prediction.seconds
+    assert result.prediction is not None
+    gain = prediction.seconds / result.prediction.seconds
     return gain if gain >= _GAIN else None

@@ -82,35 +82,35 @@ def why_not(
         return Answer(said, "does not fit", error.message().sentence)
     except GraphAccelError as error:
         return Answer(said, "can not be", _refusal(error))
-    found = best or outcome.closest
-    assert found is not None
-    return _against(record, plan, asked, found, _cluster(record) if best else problem.cluster)
+    result = best or outcome.closest
+    assert result is not None
+    return _against(record, plan, asked, result, _cluster(record) if best else problem.cluster)
 
 
 def _against(
-    record: Record, plan: Plan, asked: Mapping[str, object], found: Plan, cluster: Cluster
+    record: Record, plan: Plan, asked: Mapping[str, object], result: Plan, cluster: Cluster
 ) -> Answer:
-    """`found`, the best plan under `asked`, compared with the chosen one. cluster: what it has to
+    """`result`, the best plan under `asked`, compared with the chosen one. cluster: what it has to
     fit."""
-    assert found.prediction is not None
+    assert result.prediction is not None
     assert plan.prediction is not None
-    gain = 1 - seconds(found) / seconds(plan)
+    gain = 1 - seconds(result) / seconds(plan)
     verdict = "faster" if gain >= 0.005 else "as fast" if gain >= 0 else "slower"
-    reason = lost_because(found, plan, cluster)
-    if excess(found, cluster) > 0:
+    reason = lost_because(result, plan, cluster)
+    if excess(result, cluster) > 0:
         verdict = "does not fit"
-    elif _same(found, plan):
+    elif _same(result, plan):
         verdict, reason = "chosen", "it is the plan that was chosen"
     elif gain >= 0:
         reason = no_slower(gain, seconds(plan), _against_it(record, plan, asked, gain))
-    top = fullest(found)
+    top = fullest(result)
     return Answer(
         ", ".join(f"{name}={_value_text(value)}" for name, value in asked.items()),
         verdict,
         reason,
-        plan_name(found),
-        found.prediction.seconds,
-        found.prediction.terms,
+        plan_name(result),
+        result.prediction.seconds,
+        result.prediction.terms,
         plan.prediction.terms,
         top.peak,
         top.rank,
@@ -213,18 +213,18 @@ def _values(record: Record, problem: Problem, plan: Plan, name: str) -> list:
             else []
         )
     if name == "order":
-        found = orders(problem.cluster, replace(plan, order=AXES, pinned=()))
-        return list(found) if len(found) > 1 else []
+        results = orders(problem.cluster, replace(plan, order=AXES, pinned=()))
+        return list(results) if len(results) > 1 else []
     if name == "schedule":
         return list(SCHEDULE_NAMES) if plan.pipeline > 1 else []
     if name in Shape._fields:
         free = replace(record.pins, **{name: None})
-        found = {getattr(s, name) for s in shapes(problem, _loose(free, name), record.batch)}
-        return sorted(found, key=lambda v: (str(type(v)), v))
+        results = {getattr(s, name) for s in shapes(problem, _loose(free, name), record.batch)}
+        return sorted(results, key=lambda v: (str(type(v)), v))
     if name == "offload":
         free = replace(record.pins, offload=None)
-        found = [offload_text(o) for o in offered(free, problem, record.batch)]
-        return found if len(found) > 1 or plan.offload else []
+        results = [offload_text(o) for o in offered(free, problem, record.batch)]
+        return results if len(results) > 1 or plan.offload else []
     if name == "loss_chunk":
         sizes = problem.sized(plan).chunks if plan.loss_chunk else ()
         return [2 * sizes[0], *sizes] if sizes else []
@@ -250,13 +250,13 @@ def _choice(record: Record, problem: Problem, plan: Plan, name: str, value: obje
     except GraphAccelError as error:
         return Choice(said, "", None, None, error.message().sentence)
     best = record.first(outcome.fitting)
-    found = best or outcome.closest
-    if found is None:
+    result = best or outcome.closest
+    if result is None:
         return Choice(said, "", None, None, "no plan")
-    peak = fullest(found).peak
-    reason = lost_because(found, plan, problem.cluster)
+    peak = fullest(result).peak
+    reason = lost_because(result, plan, problem.cluster)
     if best is None:
-        return Choice(said, plan_name(found), None, peak, reason)
+        return Choice(said, plan_name(result), None, peak, reason)
     gain = 1 - seconds(best) / seconds(plan)
     if gain >= 0:
         pinned = name in record.pins.names

@@ -98,10 +98,10 @@ class Rows:
         size = self._storages_of_results[self._known, 0]
         if self.chosen is not even:
             came = np.array([bool(n.meta.get("chosen")) for n in self.nodes], dtype=bool)
-            found = np.array([n.target is ROWS for n in self.nodes], dtype=bool)[
+            result = np.array([n.target is ROWS for n in self.nodes], dtype=bool)[
                 self.of[self.row_of]
             ]
-            rows = ~found | (
+            rows = ~result | (
                 np.arange(len(self.row_of)) == self.first[self.row_of]
             )  # its first alone
             for tensor in np.flatnonzero(came[self.of[self.row_of]] & rows & (size > 0)):
@@ -173,8 +173,8 @@ class Rows:
             if self.exchanged and node.target in (_SCATTER, _WAIT):
                 source = node.all_input_nodes[0]
                 if node.target is _SCATTER or source.target is _SCATTER:
-                    made = source if node.target is _SCATTER else node
-                    rows.append((made.meta["val"].untyped_storage().nbytes(), _OWN, 0))
+                    built = source if node.target is _SCATTER else node
+                    rows.append((built.meta["val"].untyped_storage().nbytes(), _OWN, 0))
                     continue
             for tensor, origin in zip(tensors, shares(node), strict=True):
                 if origin is None:
@@ -195,8 +195,8 @@ def rows_of(graph: fx.GraphModule, chosen: Share = even, *, exchanged: bool = Fa
     """The columns of a graph; a graph that is not built yet is not built for it. chosen, exchanged:
     see `Rows`."""
     known = unfolded_from(graph)
-    found = _read(graph, chosen) if known is None else _unfolded(known, chosen)
-    return replace(found, exchanged=exchanged)
+    result = _read(graph, chosen) if known is None else _unfolded(known, chosen)
+    return replace(result, exchanged=exchanged)
 
 
 def _read(graph: fx.GraphModule, chosen: Share) -> Rows:

@@ -178,14 +178,14 @@ class _Walk:
 
     def through(self, pieces: int) -> _Ran:
         """Walk through the nodes. pieces: see `Liveness`."""
-        rows, made = self.rows, self.storages
-        level = self._lives_of(made[~rows.offloaded[made]])  # of the run's storages on the device
-        self.host = self._lives_of(made[rows.offloaded[made]])
+        rows, built = self.rows, self.storages
+        level = self._lives_of(built[~rows.offloaded[built]])  # of the run's storages on the device
+        self.host = self._lives_of(built[rows.offloaded[built]])
         rest = [(at, storage.size) for at, storage in self.freed if storage.kind != HOST]
         lost = self._lives((), (), *zip(*rest, strict=True)) if rest else np.zeros_like(level)
         top = None
         new = np.zeros(len(rows), dtype=bool)
-        new[rows.row_of[made]] = True
+        new[rows.row_of[built]] = True
         taking = rows.calls[(new | (rows.scratch > 0))[rows.calls]]
         if len(taking):
             most = level + lost + rows.scratch
@@ -203,11 +203,11 @@ class _Walk:
             self._fullest(level, level + lost, pieces),
         )
 
-    def _lives_of(self, made: np.ndarray) -> np.ndarray:
+    def _lives_of(self, built: np.ndarray) -> np.ndarray:
         """Bytes at each row of storages that the run allocates."""
-        dying = made[self.end[made] < _NEVER]
+        dying = built[self.end[built] < _NEVER]
         sizes = self.rows.size
-        return self._lives(self.rows.row_of[made], sizes[made], self.end[dying], sizes[dying])
+        return self._lives(self.rows.row_of[built], sizes[built], self.end[dying], sizes[dying])
 
     def _lives(self, born: Any, more: Any, died: Any, less: Any) -> np.ndarray:
         """Bytes at each row of storages that are allocated at some rows and freed after others."""
@@ -221,7 +221,7 @@ class _Walk:
         holds."""
         rows = self.rows
         number = {tensor: len(self.given) + i for i, tensor in enumerate(self.left)}
-        found: list[tuple[int, ...]] = []
+        collected: list[tuple[int, ...]] = []
         for row in rows.results.tolist():
             held: list[int] = []
             if row in self.entries:
@@ -234,8 +234,8 @@ class _Walk:
                         held.append(number[tensor])
                     elif self.entries[source]:
                         held.append(self.entries[source][tensor - int(rows.first[source])])
-            found.append(tuple(held))
-        return tuple(found)
+            collected.append(tuple(held))
+        return tuple(collected)
 
     def _freed(self) -> list[tuple[int, Storage]]:
         """(the row after which it is freed, storage) of the inputs that nothing else holds."""
@@ -311,15 +311,15 @@ class _Walk:
         calls = self.rows.calls
         if not pieces or not len(calls):
             return ()
-        found = []
+        collected = []
         size = max(1, -(-len(calls) // pieces))
         for first in range(0, len(calls), size):
             piece = calls[first : first + size]
             top = int(np.argmax(total[piece]))
             at = int(piece[top])
             live = self._live(at, int(level[at]))
-            found.append(((first + top + 0.5) / len(calls), live, self.rows.module(at)))
-        return tuple(found)
+            collected.append(((first + top + 0.5) / len(calls), live, self.rows.module(at)))
+        return tuple(collected)
 
 
 def _place(module: str, name: str, stage: int) -> str:

@@ -46,8 +46,8 @@ class Placing:
 def place(placing: Placing) -> Plan:
     """The plan with the cheapest placements. Raises BadPin (GA202) for pins that no placement
     satisfies."""
-    found = _over_steps(placing, None)
-    return replace(placing.plan, axis_placements=tuple(sorted(found.items())))
+    result = _over_steps(placing, None)
+    return replace(placing.plan, axis_placements=tuple(sorted(result.items())))
 
 
 def check_placements(placing: Placing, path: str) -> None:
@@ -101,10 +101,10 @@ def _few(placing: Placing, given: Stated | None) -> Stated:
         stated = _stated(step, solved)
         return {a: all_layers(p, few.runs, counts) for a, p in stated.items()}, solved
 
-    found = over_few(few, make)
-    if any(other != found[0] for other in found[1:]):
+    result = over_few(few, make)
+    if any(other != result[0] for other in result[1:]):
         raise NotRepeated("the placements depend on the number of layers")
-    return found[0]
+    return result[0]
 
 
 def _stated(step: StepGraph, solved: SolvedGraph) -> Stated:

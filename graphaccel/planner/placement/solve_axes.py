@@ -47,8 +47,8 @@ class SolvedGraph:
     @property
     def guessed(self) -> dict[str, tuple[str, ...]]:
         """Axis → names of the calls that were not placed exactly."""
-        found = {axis: placements.guessed for axis, (_, placements) in self.placed.items()}
-        return {axis: tuple(n.name for n in nodes) for axis, nodes in found.items() if nodes}
+        results = {axis: placements.guessed for axis, (_, placements) in self.placed.items()}
+        return {axis: tuple(n.name for n in nodes) for axis, nodes in results.items() if nodes}
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def solve_axes(
     given ones that leave out a call.
     """
     plan, drafts = request.plan, request.drafts
-    found = SolvedGraph(LocalGraph(graph))
+    result = SolvedGraph(LocalGraph(graph))
     pins = plan.placements, plan.sequence, plan.outputs, plan.context_by, plan.tensor_over_heads
     asked: tuple[object, ...] = (graph, *pins, request.costs)
     axes = [axis for axis in AXES if plan.ranks(axis) > 1]
@@ -121,13 +121,13 @@ def solve_axes(
         known = None if drafts is None else drafts.first.get(asked)
         if known is None:
             applied = request.applied or axis != axes[-1]
-            known = _over(axis, found, step, request, transfer, applied)
+            known = _over(axis, result, step, request, transfer, applied)
             if drafts is not None and axis == AXES[0]:  # others may be derived from it
                 drafts.first[asked] = known
-        found = known
+        result = known
     if plan.tensor > 1 and request.applied:
-        mark_replicated(found.local, step.inputs)
-    return found
+        mark_replicated(result.local, step.inputs)
+    return result
 
 
 def _over(
@@ -193,14 +193,14 @@ def _pins(
         splits = dict(plan.placements)
     placeholders = zip(graph.find_nodes(op="placeholder"), step.inputs, strict=False)
     shapes = {spec.name: node.meta["val"].shape for node, spec in placeholders}
-    found: dict[str, Placement] = {}
+    results: dict[str, Placement] = {}
     for name, parts in splits.items():
         if name not in shapes:
             continue  # of a layer that another one represents here
         mine = [s for s in parts if s.axis == axis]
         if mine:
             ranks = plan.ranks(axis)
-            found[name] = shard_of(mine[0].dim, mine[0].outer, shapes[name], ranks)
+            results[name] = shard_of(mine[0].dim, mine[0].outer, shapes[name], ranks)
         else:  # a pin fixes all of it, except what ZeRO does on data
-            found[name] = REPLICATED
-    return found
+            results[name] = REPLICATED
+    return results

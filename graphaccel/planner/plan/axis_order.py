@@ -33,10 +33,10 @@ Group = tuple[int, int, tuple[tuple[int, int], ...]]
 
 def coordinates(sizes: Mapping[str, int], number: int) -> dict[str, int]:
     """A device's coordinate on each axis."""
-    found = {}
+    results = {}
     for axis in reversed(sizes):  # type: ignore[call-overload]
-        number, found[axis] = divmod(number, sizes[axis])
-    return found
+        number, results[axis] = divmod(number, sizes[axis])
+    return results
 
 
 def number_of(sizes: Mapping[str, int], place: Mapping[str, int]) -> int:
@@ -64,11 +64,11 @@ def stride(sizes: Mapping[str, int], axis: str) -> int:
 def group_of(axes: Iterable[tuple[int, int]]) -> Group:
     """The group of devices along some axes, given as (devices, stride) of each; one device without
     axes."""
-    found: list[tuple[int, int]] = []
+    results: list[tuple[int, int]] = []
     for size, apart in sorted((one for one in axes if one[0] > 1), key=lambda one: one[1]):
-        if found and found[-1][0] * found[-1][1] == apart:  # contiguous
-            found[-1] = found[-1][0] * size, found[-1][1]
+        if results and results[-1][0] * results[-1][1] == apart:  # contiguous
+            results[-1] = results[-1][0] * size, results[-1][1]
         else:
-            found.append((size, apart))
-    first, *further = found or [(1, 1)]
+            results.append((size, apart))
+    first, *further = results or [(1, 1)]
     return (*first, tuple(further))

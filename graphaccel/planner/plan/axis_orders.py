@@ -52,12 +52,12 @@ def read_order(said: object, sizes: Mapping[str, int | None]) -> tuple[str, ...]
             raise refused(f"{axis} is no axis of the mesh")
         if list(said).count(axis) > 1:
             raise refused(f"{axis} is there twice")
-    found, place = list(said), len(said)
+    result, place = list(said), len(said)
     for axis in reversed(AXES):
         if axis in said:
-            place = found.index(axis)
+            place = result.index(axis)
         elif (sizes[axis] or 1) > 1:
             raise refused(f"{axis}={sizes[axis]} has no place in it")
         else:
-            found.insert(place, axis)
-    return tuple(found)
+            result.insert(place, axis)
+    return tuple(result)

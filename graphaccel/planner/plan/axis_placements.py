@@ -59,17 +59,17 @@ def grouped(texts: Mapping[Name, str]) -> AxisPlacements:
 
 def by_name(placements: AxisPlacements) -> dict[Name, str]:
     """Placements by block kind → by name. Raises ValueError for a block that is stated twice."""
-    found: dict[Name, str] = {}
+    results: dict[Name, str] = {}
     for own in placements:
         sections = {section: getattr(own, section) for section in _SECTIONS}
         for block in own.names:
             for section, texts in sections.items():
                 for label, text in texts:
                     name = Name(block, section, label)
-                    if name in found:
+                    if name in results:
                         raise ValueError(f"{name} is stated twice")
-                    found[name] = text
-    return found
+                    results[name] = text
+    return results
 
 
 def all_layers(
@@ -93,14 +93,14 @@ def few_layers(
     NotRepeated where layers that one layer stands for have different placements, and for runs
     inside of blocks."""
     _check_outermost(runs)
-    found: dict[str, BlockPlacements] = {}
+    results: dict[str, BlockPlacements] = {}
     for own in placements:
         less = replace(own, blocks=())
         for block in own.names:
             name = _fewer(runs, block, counts)
-            if found.setdefault(name, less) is not less:
+            if results.setdefault(name, less) is not less:
                 raise NotRepeated(f"{block} is placed differently from other copies of {name}")
-    return _merged(found.items())
+    return _merged(results.items())
 
 
 def to_data(placements: AxisPlacements) -> list[dict[str, Any]]:
@@ -113,13 +113,13 @@ def to_data(placements: AxisPlacements) -> list[dict[str, Any]]:
 
 def from_data(data: Iterable[Mapping[str, Any]]) -> AxisPlacements:
     """From plain data. Raises ValueError for unknown fields."""
-    found = []
+    results = []
     for own in data:
         if unknown := sorted(set(own) - {"blocks", *_SECTIONS}):
             raise ValueError(f"unknown fields in axis_placements: {', '.join(unknown)}")
         sections = (tuple(sorted(own.get(section, {}).items())) for section in _SECTIONS)
-        found.append(BlockPlacements(tuple(own["blocks"]), *sections))
-    return tuple(found)
+        results.append(BlockPlacements(tuple(own["blocks"]), *sections))
+    return tuple(results)
 
 
 def _merged(blocks: Iterable[tuple[str, BlockPlacements]]) -> AxisPlacements:
@@ -157,16 +157,16 @@ def _check_outermost(runs: Sequence[Run]) -> None:
 
 def _ranges(names: Sequence[str]) -> tuple[str, ...]:
     """Names of blocks, consecutive ones as a range: blocks.0, blocks.1, blocks.2 → blocks.0-2."""
-    found: list[tuple[str, int, int]] = []
+    results: list[tuple[str, int, int]] = []
     for name in names:
         path, _, number = name.rpartition(".")
         if not number.isdigit():
-            found.append((name, -1, -1))
-        elif found and found[-1][0] == path and found[-1][2] == int(number) - 1:
-            found[-1] = path, found[-1][1], int(number)
+            results.append((name, -1, -1))
+        elif results and results[-1][0] == path and results[-1][2] == int(number) - 1:
+            results[-1] = path, results[-1][1], int(number)
         else:
-            found.append((path, int(number), int(number)))
-    return tuple(map(_range, found))
+            results.append((path, int(number), int(number)))
+    return tuple(map(_range, results))
 
 
 def _range(part: tuple[str, int, int]) -> str:
@@ -179,7 +179,7 @@ def _range(part: tuple[str, int, int]) -> str:
 
 def _expanded(text: str) -> list[str]:
     """The names of a range of blocks."""
-    found = _RANGE.fullmatch(text)
-    if found is None:
+    match = _RANGE.fullmatch(text)
+    if match is None:
         return [text]
-    return [f"{found[1]}{number}" for number in range(int(found[2]), int(found[3]) + 1)]
+    return [f"{match[1]}{number}" for number in range(int(match[2]), int(match[3]) + 1)]

@@ -222,12 +222,12 @@ def _check_weights_apart(pins: Pins) -> None:
             "them inside it",
             (0, 1),
         )
-    away = pins.offload or ()
+    on_host = pins.offload or ()
     for what, reason in _TWICE.items():
-        if what in away:
+        if what in on_host:
             said = f"schedule='zero_bubble' {reason}"
             allowed = ("none", "optimizer")
-            raise BadPin(pin="offload", value=offload_text(away), reason=said, allowed=allowed)
+            raise BadPin(pin="offload", value=offload_text(on_host), reason=said, allowed=allowed)
     if pins.ort not in (None, "auto", "off"):
         raise BadPin(
             pin="ort",

@@ -54,9 +54,9 @@ def agreeing_pins(
         assert isinstance(problem, BadPin)
         if len(names) < 2:
             raise problem from error
-        found = {name: tuple(_instead(core, name, devices, batch, check)) for name in names}
+        results = {name: tuple(_instead(core, name, devices, batch, check)) for name in names}
         raise ConflictingPins(
-            pins=core, devices=devices, reason=problem.reason, instead=found
+            pins=core, devices=devices, reason=problem.reason, instead=results
         ) from error
 
 

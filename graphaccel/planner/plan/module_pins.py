@@ -46,12 +46,12 @@ def vocabulary(step: StepGraph) -> dict[str, tuple[tuple[int, ...], int]]:
                 heads |= dict.fromkeys(_heads(node.args[0], parameters), classes)
     words = set(heads.values()) or set(sorted(tables.values())[-1:])
     known = {node: n for node, n in tables.items() if n in words} | heads
-    found = {}
+    results = {}
     for node, name in parameters.items():
         shape = tuple(int(n) for n in node.meta["val"].shape)
         if node in known and known[node] in shape:
-            found[name] = shape, 0 if node in tables else shape.index(known[node])
-    return found
+            results[name] = shape, 0 if node in tables else shape.index(known[node])
+    return results
 
 
 def _is_table(node: fx.Node) -> bool:
@@ -64,12 +64,12 @@ def _heads(scores: fx.Node, parameters: Mapping[fx.Node, str]) -> list[fx.Node]:
         scores = cast(fx.Node, scores.args[0])
     if scores.target not in _MATMULS:
         return []
-    found = []
+    results = []
     for node in scores.all_input_nodes:
         while node.target in _LOOKS:
             node = cast(fx.Node, node.args[0])
-        found += [node] if node in parameters else []
-    return found
+        results += [node] if node in parameters else []
+    return results
 
 
 def vocabulary_placements(
@@ -83,17 +83,17 @@ def vocabulary_placements(
 
     Raises BadPin (GA202) where that is not possible.
     """
-    found = vocabulary(step)
-    if not found:
+    result = vocabulary(step)
+    if not result:
         reason = "nothing is looked up by rows (aten.embedding): the model has no vocabulary"
         raise BadPin(pin="vocab", value=where, reason=reason)
     if sizes[where] == 1:
-        reason = f"{next(iter(found))} is to be sharded over {where}, which has one device"
+        reason = f"{next(iter(result))} is to be sharded over {where}, which has one device"
         raise BadPin(pin="vocab", value=where, reason=reason)
     if where == "tensor":
-        return {name: (Sharded("tensor", dim),) for name, (_, dim) in found.items()}
+        return {name: (Sharded("tensor", dim),) for name, (_, dim) in result.items()}
     placed = {}
-    for name, (shape, _) in found.items():
+    for name, (shape, _) in result.items():
         even = [d for d, n in enumerate(shape) if n % sizes["data"] == 0]
         if not even:
             reason = f"no dim of {name} {list(shape)} can be shared evenly by data {sizes['data']}"
@@ -131,9 +131,9 @@ def read_stages(value: object, step: StepGraph) -> tuple[tuple[str, int], ...]:
         if isinstance(stage, bool) or not isinstance(stage, int) or stage < 0:
             reason = "a stage is a number from 0 on"
             raise BadPin(pin="stage_of", value={name: stage}, reason=reason)
-    found = sorted(((str(n), int(s)) for n, s in value.items()), key=lambda p: min(runs[p[0]]))
-    _in_order(found, runs)
-    return tuple(found)
+    results = sorted(((str(n), int(s)) for n, s in value.items()), key=lambda p: min(runs[p[0]]))
+    _in_order(results, runs)
+    return tuple(results)
 
 
 def check_stages(
@@ -174,7 +174,7 @@ def read_placements(value: object, step: StepGraph) -> tuple[tuple[str, tuple[Sh
         for n, s in zip(nodes, step.inputs, strict=True)
         if s.kind == "parameter"
     }
-    found: dict[str, tuple[Sharded, ...]] = {}
+    results: dict[str, tuple[Sharded, ...]] = {}
     for name, said in sorted(value.items(), key=lambda item: str(item[0]).count(".")):
         splits = (said,) if isinstance(said, Sharded) else said
         inside = [name] if name in shapes else [n for n in shapes if is_inside(n, str(name))]
@@ -202,8 +202,8 @@ def read_placements(value: object, step: StepGraph) -> tuple[tuple[str, tuple[Sh
                 reason = f"{inside[0]} is {list(shapes[inside[0]])}: it has no dim {split.dim}"
                 raise BadPin(pin="placements", value={name: said}, reason=reason)
             inside = with_dim
-        found |= dict.fromkeys(inside, splits)
-    return tuple(sorted(found.items()))
+        results |= dict.fromkeys(inside, splits)
+    return tuple(sorted(results.items()))
 
 
 def is_inside(path: str, module: str) -> bool:
@@ -211,9 +211,9 @@ def is_inside(path: str, module: str) -> bool:
     return path == module or path.startswith(f"{module}.")
 
 
-def _in_order(found: Sequence[tuple[str, int]], runs: Mapping[str, Sequence[int]]) -> None:
-    for k, (name, stage) in enumerate(found):
-        for other, later in found[k + 1 :]:
+def _in_order(result: Sequence[tuple[str, int]], runs: Mapping[str, Sequence[int]]) -> None:
+    for k, (name, stage) in enumerate(result):
+        for other, later in result[k + 1 :]:
             if stage > later:
                 reason = f"{name} runs before {other}, so it can not be on a later stage"
                 raise BadPin(pin="stage_of", value={name: stage, other: later}, reason=reason)

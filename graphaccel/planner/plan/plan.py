@@ -168,13 +168,13 @@ class Plan:
     def sizes(self) -> dict[str, int]:
         """Axis → number of devices on it, outermost first; "replicate" and "shard" replace data
         where ZeRO shards over a part of it."""
-        found: dict[str, int] = {}
+        results: dict[str, int] = {}
         for axis in self.order:
             if axis == "data" and self.num_replicas > 1:
-                found |= dict(zip(PARTS, (self.num_replicas, self.shards), strict=True))
+                results |= dict(zip(PARTS, (self.num_replicas, self.shards), strict=True))
             else:
-                found[axis] = getattr(self, axis)
-        return found
+                results[axis] = getattr(self, axis)
+        return results
 
     def stride(self, axis: str) -> int:
         """The stride of an axis: the difference between the device numbers of neighbours on it. For

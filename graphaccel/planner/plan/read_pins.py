@@ -44,18 +44,18 @@ def read_pins(
         typed["stage_of"] = read_stages(given["stage_of"], step)
     if "offload" in given:
         typed["offload"] = read_offload(given["offload"])
-    found = _ordered(Pins(**typed))
-    check_loss(found, step)
-    check_mesh(found, devices)
-    if found.vocab is not None:
-        sizes = axis_sizes(found, devices)
-        sizes["data"] = found.shard_size or sizes["data"]
-        placed = vocabulary_placements(found.vocab, step, sizes)
-        own = {**placed, **dict(found.placements or ())}
-        found = replace(found, placements=tuple(sorted(own.items())))
-    check_together(found, devices, step.has_loss)
-    check_batch(found, batch, limits)
-    return found
+    result = _ordered(Pins(**typed))
+    check_loss(result, step)
+    check_mesh(result, devices)
+    if result.vocab is not None:
+        sizes = axis_sizes(result, devices)
+        sizes["data"] = result.shard_size or sizes["data"]
+        placed = vocabulary_placements(result.vocab, step, sizes)
+        own = {**placed, **dict(result.placements or ())}
+        result = replace(result, placements=tuple(sorted(own.items())))
+    check_together(result, devices, step.has_loss)
+    check_batch(result, batch, limits)
+    return result
 
 
 def check_alone(pins: Mapping[str, object], devices: int, batch: int) -> None:
@@ -66,10 +66,10 @@ def check_alone(pins: Mapping[str, object], devices: int, batch: int) -> None:
         given["offload"] = read_offload(given["offload"])
     if "cuts" in given:
         given["cuts"] = _strings("cuts", given["cuts"])
-    found = _ordered(Pins(**given))
-    check_mesh(found, devices)
-    check_together(found, devices, True)
-    check_batch(found, batch, Limits())
+    result = _ordered(Pins(**given))
+    check_mesh(result, devices)
+    check_together(result, devices, True)
+    check_batch(result, batch, Limits())
 
 
 def _values(pins: Mapping[str, object]) -> dict[str, object]:
@@ -100,7 +100,7 @@ def _check_value(name: str, value: object, pin: Pin) -> None:
 
 def _names(given: Mapping[str, object], step: StepGraph) -> dict[str, object]:
     """The pins recompute, ort and cuts, checked."""
-    found: dict[str, object] = {}
+    results: dict[str, object] = {}
     value = given.get("recompute")
     blocks = tuple(block.name for block in step.blocks)
     if isinstance(value, str) and value not in PINS["recompute"].choices:
@@ -117,9 +117,9 @@ def _names(given: Mapping[str, object], step: StepGraph) -> dict[str, object]:
                     reason=f"{name} is no block; blocks: {', '.join(blocks) or 'none'}",
                     allowed=PINS["recompute"].choices,
                 )
-        found["recompute"] = tuple(name for name in blocks if name in chosen)
+        results["recompute"] = tuple(name for name in blocks if name in chosen)
     if "ort" in given:
-        found["ort"] = _ort(given["ort"], step)
+        results["ort"] = _ort(given["ort"], step)
     if "cuts" in given:
         order = step.positions
         cuts = _strings("cuts", given["cuts"])
@@ -129,8 +129,8 @@ def _names(given: Mapping[str, object], step: StepGraph) -> dict[str, object]:
         places = [order[name] for name in cuts]
         if places != sorted(set(places)):
             raise BadPin(pin="cuts", value=cuts, reason="they are not in the order of the graph")
-        found["cuts"] = cuts
-    return found
+        results["cuts"] = cuts
+    return results
 
 
 def _ort(value: object, step: StepGraph) -> str | tuple[str, ...]:

@@ -33,12 +33,12 @@ def value_labels(block: str, names: Sequence[tuple[str, str]]) -> list[str]:
     module within the block and the call, numbered where there are several. names: (node of the
     forward graph, its module path), in order."""
     seen: dict[str, int] = defaultdict(int)
-    found = []
+    results = []
     for name, module in names:
         label = f"{module[len(block) :].strip('.')} {split(name)[0]}".strip()
         seen[label] += 1
-        found.append(label if seen[label] == 1 else f"{label} {seen[label]}")
-    return found
+        results.append(label if seen[label] == 1 else f"{label} {seen[label]}")
+    return results
 
 
 def block_values(
@@ -112,10 +112,10 @@ class BlockKind:
     @cached_property
     def sources(self) -> list[list[int]]:
         """Storages that each row reads."""
-        found: list[list[int]] = [[] for _ in self.at]
+        results: list[list[int]] = [[] for _ in self.at]
         for reader, storage in zip(*(column.tolist() for column in self.reads), strict=True):
-            found[reader].append(storage)
-        return found
+            results[reader].append(storage)
+        return results
 
     @cached_property
     def _ways(self) -> dict[tuple[int, ...], _Way]:
@@ -225,12 +225,12 @@ def chosen_positions(profile: Profile, plan: Plan) -> dict[int, tuple[int, ...]]
         return saved
     kinds = {block: kind for kind in profile.block_kinds for block in kind.blocks}
     for own in plan.selective:
-        found: dict[int, tuple[int, ...]] = {}
+        results: dict[int, tuple[int, ...]] = {}
         for number in profile.numbers(own.blocks):
             kind = kinds[number]
-            if id(kind) not in found:
-                found[id(kind)] = tuple(sorted(map(kind.labels.index, own.saved)))
-            saved[number] = found[id(kind)]
+            if id(kind) not in results:
+                results[id(kind)] = tuple(sorted(map(kind.labels.index, own.saved)))
+            saved[number] = results[id(kind)]
     return saved
 
 
@@ -251,8 +251,8 @@ def saved_with(profile: Profile, recomputation: Recomputation) -> tuple[np.ndarr
     if len(used):
         first[used] = np.minimum.reduceat(np.where(counted, place, _FAR), start)
     kept = np.flatnonzero(first < _FAR)
-    made = np.flatnonzero(recomputation.inner & (recomputation.until >= 0) & (first == _FAR))
-    return kept, first[kept], made, recomputation.until[made]
+    built = np.flatnonzero(recomputation.inner & (recomputation.until >= 0) & (first == _FAR))
+    return kept, first[kept], built, recomputation.until[built]
 
 
 def find_kinds(profile: Profile) -> tuple[BlockKind, ...]:
@@ -285,16 +285,16 @@ class _Kinds:
         home = block[storages.row]
         self.back = np.zeros(len(storages), dtype=bool)
         self.back[storage[~ahead]] = True
-        away = profile.block_at[storages.uses[2]] != home[storage]
+        elsewhere = profile.block_at[storages.uses[2]] != home[storage]
         self.beyond = np.zeros(len(storages), dtype=bool)
-        self.beyond[storage[~ahead & away]] = True
+        self.beyond[storage[~ahead & elsewhere]] = True
         place = self.place[storages.uses[2]]
         self.lowest = np.full(len(storages), _FAR)
         self.highest = np.full(len(storages), -1)
-        np.minimum.at(self.lowest, storage[~ahead & ~away], place[~ahead & ~away])
-        np.maximum.at(self.highest, storage[~ahead & ~away], place[~ahead & ~away])
+        np.minimum.at(self.lowest, storage[~ahead & ~elsewhere], place[~ahead & ~elsewhere])
+        np.maximum.at(self.highest, storage[~ahead & ~elsewhere], place[~ahead & ~elsewhere])
         leaving = np.zeros(len(lines.of), dtype=bool)
-        leaving[storages.row[storage[ahead & away]]] = True
+        leaving[storages.row[storage[ahead & elsewhere]]] = True
         leaving[lines.roots()[0][lines.results]] = True
         kept = np.zeros(len(lines.of), dtype=bool)
         kept[storages.row[storages.kept]] = True
@@ -350,9 +350,9 @@ class _Kinds:
         storage = self.profile.storages.uses[0][self.uses[block]]
         own = self.home[storage] == block
         outer, which = np.unique(storage[~own], return_inverse=True)
-        found = self.number[storage]
-        found[~own] = len(self.makes[block]) + which
-        return outer, found
+        result = self.number[storage]
+        result[~own] = len(self.makes[block]) + which
+        return outer, result
 
     def _labels(self, block: int) -> tuple[str, ...]:
         profile = self.profile
@@ -370,7 +370,7 @@ def _grouped(block: np.ndarray, count: int) -> list[np.ndarray]:
 
 def _order(groups: Sequence[np.ndarray], length: int) -> np.ndarray:
     """The index of each number within its group; -1 for those in none."""
-    found = np.full(length, -1)
+    result = np.full(length, -1)
     for group in groups:
-        found[group] = np.arange(len(group))
-    return found
+        result[group] = np.arange(len(group))
+    return result

@@ -37,5 +37,5 @@ def chunk_sizes(nodes: Sequence[fx.Node], sizes: Sizes, device: Device) -> tuple
 
 def chunk_seconds(nodes: Sequence[fx.Node], sizes: Sizes, device: Device, size: int) -> float:
     """Seconds of these nodes with `size` rows at a time."""
-    works = [node_work(node, sizes, size, device.type) for node in nodes]
-    return sum(seconds_of(work, device) + gap_seconds(device) * work.calls for work in works)
+    costs = [node_work(node, sizes, size, device.type) for node in nodes]
+    return sum(seconds_of(work, device) + gap_seconds(device) * work.calls for work in costs)

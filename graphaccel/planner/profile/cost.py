@@ -370,22 +370,22 @@ def _grouped(node: fx.Node, sizes: Resolve) -> tuple[int, int, int, int]:
 
 def _chunked(node: fx.Node, sizes: Resolve, chunk: int, on: str) -> Work:
     """The matmuls of each chunk, which read the weight again, and what is moved besides."""
-    found = chunks_of(node, sizes, chunk, on)
+    result = chunks_of(node, sizes, chunk, on)
     value = first_input(node).meta["val"]
     dtype, width = str(value.dtype).removeprefix("torch."), value.element_size()
     parts = [
         Work("product", 2 * r * c * i, width * (r * c + (r + c) * i), dtype, r, c, i)
-        for r, c, i in found.products
+        for r, c, i in result.products
     ]
-    parts.append(Work(bytes=found.moved))
+    parts.append(Work(bytes=result.moved))
     return Work(
         "chunks",
-        found.times * sum(p.flops for p in parts),
-        found.times * sum(p.bytes for p in parts),
+        result.times * sum(p.flops for p in parts),
+        result.times * sum(p.bytes for p in parts),
         dtype,
-        calls=found.times * (len(found.products) + found.calls),
+        calls=result.times * (len(result.products) + result.calls),
         parts=tuple(parts),
-        times=found.times,
+        times=result.times,
     )
 
 

@@ -143,8 +143,8 @@ def seconds_of(work: Work, device: Device) -> float:
 def measured_seconds(work: Work, device: Device) -> float | None:
     """Seconds of a call from the most similar measured call on the device, scaled by their work.
     None where the op was not measured there."""
-    alike = _measured(device).get((work.name, work.dtype), ())
-    if not alike:
+    measured = _measured(device).get((work.name, work.dtype), ())
+    if not measured:
         return None
     shape = _shape(work)
 
@@ -152,7 +152,7 @@ def measured_seconds(work: Work, device: Device) -> float | None:
         pairs = zip(shape, _shape(other), strict=True)
         return sum(abs(math.log((a + 1) / (b + 1))) for a, b in pairs)
 
-    near = min(alike, key=apart)
+    near = min(measured, key=apart)
     more = work.flops / near.flops if near.flops else work.bytes / max(near.bytes, 1)
     floor = min(near.seconds, gap_seconds(device))
     return floor + (near.seconds - floor) * more
@@ -166,10 +166,10 @@ def _shape(work: Work | OpTime) -> tuple[int, ...]:
 
 @cache
 def _measured(device: Device) -> dict[tuple[str, str], tuple[OpTime, ...]]:
-    found: dict[tuple[str, str], tuple[OpTime, ...]] = {}
+    results: dict[tuple[str, str], tuple[OpTime, ...]] = {}
     for row in device.measured:
-        found[row.op, row.dtype] = (*found.get((row.op, row.dtype), ()), row)
-    return found
+        results[row.op, row.dtype] = (*results.get((row.op, row.dtype), ()), row)
+    return results
 
 
 def gap_seconds(device: Device) -> float:

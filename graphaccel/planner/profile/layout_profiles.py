@@ -104,5 +104,5 @@ class Layouts:
 def _layout_of(plan: Plan) -> Any:
     axes = (plan.tensor, plan.context, plan.expert)
     uneven = plan.microbatch_size if plan.microbatch_size % plan.expert else 0
-    told = plan.sequence, plan.context_by, plan.placements, plan.precision
-    return (*axes, uneven, *told)
+    request = plan.sequence, plan.context_by, plan.placements, plan.precision
+    return (*axes, uneven, *request)

@@ -47,11 +47,11 @@ class Lines:
 
     def reached(self, seed: np.ndarray) -> np.ndarray:
         """Rows that are in `seed`, or read one that is."""
-        found = seed.tolist()
+        result = seed.tolist()
         for reader, source in zip(self.reader.tolist(), self.source.tolist(), strict=True):
-            if found[source]:
-                found[reader] = True
-        return np.array(found, dtype=bool)
+            if result[source]:
+                result[reader] = True
+        return np.array(result, dtype=bool)
 
     def roots(self) -> tuple[np.ndarray, np.ndarray]:
         """(row, item) whose memory each row views: itself unless it is a view. item: -1 for all of
@@ -148,20 +148,20 @@ class _Unfolding:
     def _places(self) -> np.ndarray:
         """Position of each row. It grows evenly from copy to copy if it does over three."""
         rows = self.rows
-        found = np.empty(rows.nodes, dtype=np.int64)
+        result = np.empty(rows.nodes, dtype=np.int64)
         for i in range(len(rows.read)):
             count, start = int(rows.count[i]), int(rows.start[i])
             first, last = self._place(i, 1), self._place(i, count)
             steps = np.arange(count)
             if count == 1 or first == last:
-                found[start : start + count] = first
+                result[start : start + count] = first
                 continue
             stride = self._place(i, 2) - first
             even = first + stride * steps
             if even[-1] != last:
                 even = np.array([self._place(i, c + 1) for c in steps.tolist()])
-            found[start : start + count] = even
-        return found[(rows.start[rows.item] + rows.copy - 1)[: rows.nodes]]
+            result[start : start + count] = even
+        return result[(rows.start[rows.item] + rows.copy - 1)[: rows.nodes]]
 
     def _place(self, index: int, copy: int) -> int:
         name = self.rows.builders[index].names.get("origin")

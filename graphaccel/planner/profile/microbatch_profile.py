@@ -61,14 +61,14 @@ class SizedProfile:
         parted = [n for n in first if in_chunks(n)]
         self.chunks = chunk_sizes(parted, resolve, device)
         chunk = chunk or next(iter(self.chunks), 0)
-        works = [node_work(n, resolve, chunk, device.type) for n in first]
+        costs = [node_work(n, resolve, chunk, device.type) for n in first]
         moves = np.array([n.target in KINDS for n in first])
         sent = np.zeros(len(first))
         if wires is not None:
             sent = np.array([wires.seconds(n, resolve) for n in first])
-        calls = np.where(moves, sent > 0, [w.calls for w in works])
+        calls = np.where(moves, sent > 0, [w.calls for w in costs])
         gap = gap_seconds(device)
-        alone = np.where(moves, 0.0, [seconds_of(w, device) + gap * w.calls for w in works])
+        alone = np.where(moves, 0.0, [seconds_of(w, device) + gap * w.calls for w in costs])
         self._by_kind = alone + sent, sent, device.launch_seconds * calls
         sent, calls, seconds = sent[kind], calls[kind], (alone + sent)[kind]
         place, ahead = profile.node_position, profile.node_forward
@@ -111,8 +111,8 @@ class SizedProfile:
     def gradients(self) -> np.ndarray:
         """Bytes of parameters' gradients, where they are computed."""
         storages = self._profile.storages
-        made = storages.gradient
-        return self._at(storages.at[made], self.bytes[made])
+        built = storages.gradient
+        return self._at(storages.at[built], self.bytes[built])
 
     @cached_property
     def batch_bytes(self) -> int:
@@ -152,9 +152,9 @@ class SizedProfile:
         return self._most(~profile.node_forward, self._alive(apart))
 
     def _most(self, here: np.ndarray, passing: np.ndarray) -> np.ndarray:
-        found = np.zeros(len(self._profile), dtype=np.int64)
-        np.maximum.at(found, self._profile.node_position[here], passing[here])
-        return found
+        result = np.zeros(len(self._profile), dtype=np.int64)
+        np.maximum.at(result, self._profile.node_position[here], passing[here])
+        return result
 
     def _at(self, places: np.ndarray, sizes: np.ndarray, length: int | None = None) -> np.ndarray:
         """Bytes summed by position. Sums of doubles are exact up to 8 PiB."""

@@ -150,10 +150,10 @@ class Profile:
         # memory changes no number here
         key = (microbatch, replace(device, memory=0), wires, chunk)
         if key not in self._sized:
-            made = SizedProfile(self, microbatch, device, wires, chunk)
-            self._sized[key] = made
-            if not chunk and made.chunks:  # the preferred size
-                self._sized.setdefault((*key[:-1], made.chunks[0]), made)
+            sized_profile = SizedProfile(self, microbatch, device, wires, chunk)
+            self._sized[key] = sized_profile
+            if not chunk and sized_profile.chunks:  # the preferred size
+                self._sized.setdefault((*key[:-1], sized_profile.chunks[0]), sized_profile)
         return self._sized[key]
 
     @cached_property
@@ -236,10 +236,10 @@ class Profile:
     def read(self, spans: Iterable[tuple[int, int]]) -> list[int]:
         """Numbers of the parameters that positions [first, end) of `spans` read."""
         owners, places = self.readers
-        found: set[int] = set()
+        results: set[int] = set()
         for first, end in spans:
-            found.update(owners[bisect_left(places, first) : bisect_left(places, end)])
-        return sorted(found)
+            results.update(owners[bisect_left(places, first) : bisect_left(places, end)])
+        return sorted(results)
 
     @cached_property
     def resting(self) -> frozenset[str]:
@@ -248,7 +248,7 @@ class Profile:
 
     def _find_parameters(self) -> tuple[Parameter, ...]:
         step, storages = self.step, self.storages
-        found: dict[str, Parameter] = {}
+        results: dict[str, Parameter] = {}
         storage, _, place, ahead = storages.uses
         storage, place = storage[ahead], place[ahead]
         ends = np.searchsorted(storage, np.arange(len(storages) + 1))
@@ -258,14 +258,16 @@ class Profile:
             if spec.kind not in ("parameter", "buffer"):
                 continue
             name = step.tied.get(spec.name, spec.name)
-            known = found.get(name)
+            known = results.get(name)
             positions = set(place[ends[index] : ends[index + 1]].tolist())
             positions |= set(known.positions if known else ())
             trainable = spec.kind == "parameter" and spec.name in step.trainable
             which = int(storages.tensor[index])
             shape = tuple(self.tensors[which].value.shape)
-            found[name] = Parameter(name, sizes[which], trainable, tuple(sorted(positions)), shape)
-        return tuple(found.values())
+            results[name] = Parameter(
+                name, sizes[which], trainable, tuple(sorted(positions)), shape
+            )
+        return tuple(results.values())
 
     def recomputation(self, plan: Plan) -> Recomputation:
         """What `plan` recomputes."""
@@ -311,9 +313,9 @@ class Profile:
         np.maximum.at(last, storage, place)
         chosen = storages.owned & (last > storages.at) & ~self._of_parameters[storages.row]
         number = np.cumsum(chosen) - 1
-        found = np.flatnonzero(chosen)
+        result = np.flatnonzero(chosen)
         uses = number[storage[chosen[storage]]], place[chosen[storage]]
-        return Crossing(found, storages.at[found], last[found], uses)
+        return Crossing(result, storages.at[result], last[result], uses)
 
     @cached_property
     def node_released(self) -> np.ndarray:
@@ -338,18 +340,18 @@ class Profile:
     def node_added(self) -> np.ndarray:
         """Matmuls whose result is the gradient of a parameter: where gradients are accumulated,
         they write into the buckets themselves (`passes.gradients.accumulate_gradients`)."""
-        found = np.zeros(len(self.lines.of), dtype=bool)
-        found[self.storages.row[self.storages.gradient]] = True
-        return found & self.lines.by_row([_is_result(n) for n in self.lines.nodes])
+        result = np.zeros(len(self.lines.of), dtype=bool)
+        result[self.storages.row[self.storages.gradient]] = True
+        return result & self.lines.by_row([_is_result(n) for n in self.lines.nodes])
 
     @cached_property
     def held_casts(self) -> tuple[np.ndarray, ...]:
         """(storage of the cast, row of the parameter, position) of each."""
         lines, storages = self.lines, self.storages
-        found = np.flatnonzero(self.node_held[storages.row])
+        result = np.flatnonzero(self.node_held[storages.row])
         source = np.zeros(len(lines.of), dtype=np.int64)
         source[lines.reader] = lines.source  # a cast has one input
-        return found, source[storages.row[found]], storages.at[found]
+        return result, source[storages.row[result]], storages.at[result]
 
     @cached_property
     def node_views(self) -> np.ndarray:

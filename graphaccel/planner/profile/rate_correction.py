@@ -75,8 +75,8 @@ def scales(steps: Sequence[StepTime]) -> Scales:
     """The factors that fit the steps; there is at least one step."""
     rows = [_row(step) for step in steps]
     compute, communication = _fitted(np.array(rows))
-    told = [s for s in steps if s.optimizer_took and s.optimizer]
-    ratios = [math.log(s.optimizer_took / s.optimizer) for s in told]
+    stepped = [s for s in steps if s.optimizer_took and s.optimizer]
+    ratios = [math.log(s.optimizer_took / s.optimizer) for s in stepped]
     optimizer = math.exp(sum(ratios) / len(ratios)) if ratios else compute
     return Scales(compute, communication, optimizer)
 

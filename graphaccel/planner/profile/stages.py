@@ -112,8 +112,8 @@ class Room:
     def first(self, limit: StageLimit) -> np.ndarray:
         """For each point the first one from which a segment may lead to it on any stage."""
         least = self.held * limit.per_parameter_byte + self.waiting * min(limit.in_flight)
-        found = np.searchsorted(least, least - max(limit.budget) * (1 + 1e-9) - 1.0)
-        return np.minimum(found, np.arange(len(least)))
+        result = np.searchsorted(least, least - max(limit.budget) * (1 + 1e-9) - 1.0)
+        return np.minimum(result, np.arange(len(least)))
 
     def enough(self, limit: StageLimit, stages: int) -> bool:
         """Whether stages that are each as long as their memory allows reach the end; otherwise no
@@ -171,9 +171,9 @@ def split_evenly(
     while True:
         first = np.maximum(back, np.searchsorted(chain.work, chain.work - most * _NEAR) - 1)
         whole = bool((first <= back).all())
-        found = _within(chain, stages, first, np.inf if whole else most, room, limit)
-        if found is not None or whole:
-            return found
+        result = _within(chain, stages, first, np.inf if whole else most, room, limit)
+        if result is not None or whole:
+            return result
         most *= 2
 
 

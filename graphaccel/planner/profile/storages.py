@@ -29,8 +29,8 @@ class Tensor:
     @property
     def value(self) -> torch.Tensor:
         """The (fake) tensor itself."""
-        found = self.node.meta["val"]
-        return found[self.item] if self.item >= 0 else found
+        result = self.node.meta["val"]
+        return result[self.item] if self.item >= 0 else result
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,10 +95,10 @@ class Storages:
     @cached_property
     def first_wanted(self) -> np.ndarray:
         """The earliest position whose backward reads it, `_FAR` without one."""
-        found = np.full(len(self), _FAR)
+        result = np.full(len(self), _FAR)
         storage, _, place, ahead = self.uses
-        np.minimum.at(found, storage[~ahead], place[~ahead])
-        return found
+        np.minimum.at(result, storage[~ahead], place[~ahead])
+        return result
 
     @cached_property
     def saved(self) -> np.ndarray:
@@ -107,9 +107,9 @@ class Storages:
         return self.waits & (self.last_backward >= 0)
 
     def _last(self, chosen: np.ndarray) -> np.ndarray:
-        found = np.full(len(self), -1)
-        np.maximum.at(found, self.uses[0][chosen], self.uses[1][chosen])
-        return found
+        result = np.full(len(self), -1)
+        np.maximum.at(result, self.uses[0][chosen], self.uses[1][chosen])
+        return result
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,13 +136,13 @@ def find_storages(
     position, whether it is in the forward, and whether it is repeated for the backward.
     """
     views = [is_view(n) for n in lines.nodes]
-    made = [[] if view else _tensors(n) for n, view in zip(lines.nodes, views, strict=True)]
-    tensors = tuple(tensor for own in made for tensor in own)
-    many = lines.by_row([len(own) for own in made])
+    built = [[] if view else _tensors(n) for n, view in zip(lines.nodes, views, strict=True)]
+    tensors = tuple(tensor for own in built for tensor in own)
+    many = lines.by_row([len(own) for own in built])
     begin = np.cumsum(many) - many  # a row's first storage
     row = np.repeat(np.arange(len(many)), many)
     part = np.arange(len(row)) - begin[row]
-    before = np.cumsum([0, *map(len, made)])[:-1]
+    before = np.cumsum([0, *map(len, built)])[:-1]
     tensor = before[lines.of[row]] + part
 
     number = np.full(len(lines.of), -1)
@@ -201,7 +201,7 @@ def _spread(
     whole = item < 0
     times = np.where(whole, many[root], 1)
     pair = np.repeat(np.arange(len(root)), times)
-    found = begin[root[pair]] + np.arange(len(pair)) - (np.cumsum(times) - times)[pair]
+    result = begin[root[pair]] + np.arange(len(pair)) - (np.cumsum(times) - times)[pair]
     single = np.flatnonzero(~whole)
     if len(single):
         nodes = lines.nodes
@@ -211,8 +211,8 @@ def _spread(
         shift = np.zeros(len(root), dtype=np.int64)
         shift[single] = [parts[int(r), int(i)] for r, i in
                          zip(of[root[single]], item[single], strict=True)]  # fmt: skip
-        found += shift[pair]
-    return found, pair
+        result += shift[pair]
+    return result, pair
 
 
 def _tensors(node: fx.Node) -> list[Tensor]:

@@ -137,10 +137,10 @@ class _BestFirst:
         fitting, solved = self.work.outcome.fitting, self.solved
         best: Plan | None = None
         while fitting and self.solved < solved + _NEAR:
-            found = min(fitting, key=seconds)
-            if best is not None and seconds(found) >= seconds(best):
+            result = min(fitting, key=seconds)
+            if best is not None and seconds(result) >= seconds(best):
                 break
-            best = found
+            best = result
             for mesh in self._near(best):
                 if self._can_build(mesh.layout):
                     self._solve(mesh)
@@ -151,7 +151,7 @@ class _BestFirst:
 
     def _near(self, best: Plan) -> list[Shape]:
         """The neighbours of a plan that were not solved and may be faster, by their estimates."""
-        work, found = self.work, []
+        work, result = self.work, []
         sizes = shard_sizes(work.problem.cluster, best.data, best.model_parallel_size)
         parts = tuple(0 if size == best.data else size for size in sizes)
         for mesh in dict.fromkeys(neighbours(shape_of(best), parts)):
@@ -162,8 +162,8 @@ class _BestFirst:
                 continue
             about = float(self.about[mesh.layout][place])
             if about < math.inf and work.bound(mesh) < seconds(best):
-                found.append((about, mesh.order, mesh))
-        return [mesh for *_, mesh in sorted(found)]
+                result.append((about, mesh.order, mesh))
+        return [mesh for *_, mesh in sorted(result)]
 
     def _can_build(self, layout: Layout) -> bool:
         """Whether the graph of a layout is built, or can be now."""
@@ -202,15 +202,15 @@ class _BestFirst:
         self.guessed[layout] = math.inf
         if not meshes:
             return
-        of, made = work.columns[layout], work.bounds.built(layout)
+        of, built = work.columns[layout], work.bounds.built(layout)
         self.about[layout], self.crowded[layout] = estimate_best(
             work.bounds, of, work.bounds.seconds(of, even=True)
         )
         about = self.about[layout]
         self.guessed[layout] = float(about.min())
-        if made and self.guessed[layout] < math.inf > before > 0:
+        if built and self.guessed[layout] < math.inf > before > 0:
             self.slower[_axes(layout)] = max(1.0, self.guessed[layout] / before)
-        seen = (about <= _LIKELY * work.limit) & (made | (about < math.inf))
+        seen = (about <= _LIKELY * work.limit) & (built | (about < math.inf))
         order = weighed(about, plain_with(work.pins, layout, of.zero))
         order = order * np.where(self._inside(of.pipeline * of.interleave), _INSIDE, 1.0)
         self.queue.put(layout, meshes, np.where(seen, order, np.nan), of.order)
@@ -266,13 +266,13 @@ class _BestFirst:
 
     def _leave(self) -> None:
         """Record in the outcome how many candidates are left unsolved, and their lower bound."""
-        work, found = self.work, [np.array(self.skipped)]
+        work, result = self.work, [np.array(self.skipped)]
         for layout, meshes in self.groups.items():
             if meshes:
                 free = np.delete(work.shape_bounds(layout).seconds, self.taken[layout])
                 work.outcome.tally.pruned += len(work.choices) * len(free)
-                found.append(free)
-        skipped, *rest = (bounds[weighed(bounds) <= work.limit] for bounds in found)
+                result.append(free)
+        skipped, *rest = (bounds[weighed(bounds) <= work.limit] for bounds in result)
         many = len(work.choices) * sum(map(len, rest)) + len(skipped)
         if many:
             work.outcome.open = many, float(np.concatenate([skipped, *rest]).min())

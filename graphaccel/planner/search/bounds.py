@@ -99,11 +99,11 @@ def columns(shapes: Sequence[Shape], batch: int) -> Columns:
          s.schedule == "gpipe", s.shard_size or s.data)
         for s in shapes
     ]  # fmt: skip
-    found = np.array(rows, dtype=np.int64).reshape(-1, 11).T
-    held = found[6] > 0, found[7], found[8] > 0, found[9] > 0, found[10]
+    result = np.array(rows, dtype=np.int64).reshape(-1, 11).T
+    held = result[6] > 0, result[7], result[8] > 0, result[9] > 0, result[10]
     order = np.empty(len(shapes), dtype=np.int64)
     order[sorted(range(len(shapes)), key=lambda i: shapes[i].order)] = np.arange(len(shapes))
-    values: Any = (*found[:6], *held, order)
+    values: Any = (*result[:6], *held, order)
     return Columns(shapes[0].layout, *values)
 
 
@@ -326,18 +326,18 @@ def over_parameters(layout: Layout, known: Layout) -> int:
     return layout.tensor * layout.expert // (known.tensor * known.expert)
 
 
-def _least(found: Sequence[LeastMoved]) -> LeastMoved:
+def _least(result: Sequence[LeastMoved]) -> LeastMoved:
     """The minimum of each field."""
     names = [field.name for field in fields(LeastMoved)]
-    return LeastMoved(**{name: min(getattr(one, name) for one in found) for name in names})
+    return LeastMoved(**{name: min(getattr(one, name) for one in result) for name in names})
 
 
-def _spread(found: Sequence[T], place: np.ndarray) -> T:
+def _spread(result: Sequence[T], place: np.ndarray) -> T:
     """One instance with columns, from several with numbers. place: which of them each row takes."""
-    names = [field.name for field in fields(cast(Any, found[0]))]
+    names = [field.name for field in fields(cast(Any, result[0]))]
     return replace(
-        cast(Any, found[0]),
-        **{name: np.array([getattr(one, name) for one in found])[place] for name in names},
+        cast(Any, result[0]),
+        **{name: np.array([getattr(one, name) for one in result])[place] for name in names},
     )
 
 

@@ -109,9 +109,9 @@ def _plain(work: Pass) -> Iterator[tuple[int, float]]:
 def _sorted(work: Pass, meshes: Iterable[Shape]) -> list[tuple[float, Shape]]:
     """The meshes with every recompute choice, sorted by lower bound; the bound of a mesh applies to
     all choices."""
-    found = [(work.bound(mesh), mesh._replace(recompute=choice))
+    results = [(work.bound(mesh), mesh._replace(recompute=choice))
              for mesh in meshes for choice in work.choices]  # fmt: skip
-    return sorted(found, key=lambda pair: (pair[0], pair[1].order))
+    return sorted(results, key=lambda pair: (pair[0], pair[1].order))
 
 
 def _others(work: Pass) -> Iterator[tuple[int, float]]:

@@ -130,10 +130,10 @@ class Shape(NamedTuple):
         return replace(base, **{k: v for k, v in self._asdict().items() if k != "recompute"})
 
 
-def plain(pins: Pins, found: Shape | Plan) -> bool:
+def plain(pins: Pins, shape: Shape | Plan) -> bool:
     """Whether nothing is sharded beyond the pins. Offloaded parameters count as a request to shard
     them, where there is a data axis."""
-    return bool(plain_with(pins, Layout(found.tensor, found.context, found.expert), found.zero))
+    return bool(plain_with(pins, Layout(shape.tensor, shape.context, shape.expert), shape.zero))
 
 
 def plain_with(pins: Pins, layout: Layout, zero: Any) -> Any:
@@ -161,8 +161,8 @@ def layouts(problem: Problem, pins: Pins, batch: int) -> list[Layout]:
             ("expert", tuple(n for n in expert_sizes(step, count) if batch % n == 0)),
         )
     ]
-    found = [Layout(*sizes) for sizes in product(*choices)]
-    return [base, *(x for x in found if x != base and count % x.model_parallel_size == 0)]
+    shape = [Layout(*sizes) for sizes in product(*choices)]
+    return [base, *(x for x in shape if x != base and count % x.model_parallel_size == 0)]
 
 
 def tensor_sizes(problem: Problem) -> tuple[int, ...]:

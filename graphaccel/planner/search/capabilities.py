@@ -34,8 +34,8 @@ def offered(pins: Pins, problem: Problem, batch: int) -> tuple[tuple[str, ...], 
 
 def _left(pins: Pins, problem: Problem, batch: int) -> bool:
     """Whether there is any candidate."""
-    found = (meshes_of(problem, pins, batch, each) for each in layouts(problem, pins, batch))
-    return any(next(meshes, None) is not None for meshes in found)
+    result = (meshes_of(problem, pins, batch, each) for each in layouts(problem, pins, batch))
+    return any(next(meshes, None) is not None for meshes in result)
 
 
 def check_offload(pins: Pins, problem: Problem) -> None:

@@ -45,7 +45,7 @@ def solve_whole(
     ways = sum(_how_many(problem, pins, mesh.on(bounds.plan(mesh.layout))) for _, _, mesh in left)
     if ways > _CUTS:
         return
-    found: list[Plan] = []
+    plans: list[Plan] = []
     tried, outcome.whole = 0, True
     for bound, _, mesh in left:
         if bound >= limit:
@@ -68,8 +68,8 @@ def solve_whole(
                 time = _weighed(pins, one, seconds(one))
                 if time < limit * _BETTER and excess(one, problem.cluster) <= 0:
                     limit = time
-                    found.append(one)
-    for plan in found:
+                    plans.append(one)
+    for plan in plans:
         outcome.fitting.insert(0, plan)
         outcome.by_mesh[mesh_key(plan)] = plan
 
@@ -80,7 +80,7 @@ def _left(
 ) -> list[tuple[float, tuple[object, ...], Shape]]:  # fmt: skip
     """Candidates that may be faster, the least bound first; a graph that the search did not build
     belongs to a layout that can not be."""
-    found = []
+    results = []
     for layout, own in meshes.items():
         if not own or not bounds.built(layout):
             continue
@@ -91,8 +91,8 @@ def _left(
         for mesh, bound, big in rows:
             least = _weighed(pins, mesh, bound)
             if least < limit and not big:
-                found.append((least, mesh.order, mesh))
-    return sorted(found, key=lambda row: row[:2])
+                results.append((least, mesh.order, mesh))
+    return sorted(results, key=lambda row: row[:2])
 
 
 def _kept(pins: Pins, own: Sequence[Shape]) -> list[Shape]:
@@ -170,8 +170,8 @@ def _sets(problem: Problem, pins: Pins, plan: Plan) -> Iterator[dict[str, tuple[
 def _floor(plan: Plan) -> float:
     """Lower bound on the seconds of the plan with any blocks recomputed. A second of recomputation
     in the backward may hide two of ZeRO 3's collectives, and nothing else is hidden twice."""
-    told = plan.prediction
-    assert told is not None
+    prediction = plan.prediction
+    assert prediction is not None
     if plan.zero == 3 and plan.data > 1:
-        return told.compute + told.bubble + told.optimizer
-    return told.seconds
+        return prediction.compute + prediction.bubble + prediction.optimizer
+    return prediction.seconds

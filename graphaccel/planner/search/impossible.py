@@ -63,15 +63,20 @@ def indivisible(count: int, batch: int, stages: int) -> BatchNotDivisible:
 def uneven_note(plan: Plan, pins: Pins) -> str:
     """Numbers of devices and of examples that divide each other, where a plan waits long for its
     pipeline because those asked for do not; "" otherwise."""
-    told, count, batch = plan.prediction, plan.devices, plan.batch
-    assert told is not None
-    if pins.data or pins.pipeline or batch % count == 0 or told.bubble < _LONG * told.seconds:
+    prediction, count, batch = plan.prediction, plan.devices, plan.batch
+    assert prediction is not None
+    if (
+        pins.data
+        or pins.pipeline
+        or batch % count == 0
+        or prediction.bubble < _LONG * prediction.seconds
+    ):
         return ""
     fewer, more = max(n for n in range(1, count) if batch % n == 0), -(-batch // count) * count
     return (
-        f"the bubble is {told.bubble / told.seconds:.0%} of the step, as {count} devices can not "
-        f"share a batch of {batch}: {fewer} {'device' if fewer == 1 else 'devices'} could, or they "
-        f"a batch of {more}"
+        f"the bubble is {prediction.bubble / prediction.seconds:.0%} of the step, as {count} "
+        f"devices can not share a batch of {batch}: {fewer} "
+        f"{'device' if fewer == 1 else 'devices'} could, or they a batch of {more}"
     )
 
 

@@ -66,10 +66,10 @@ def needed(
         if not any(changed):
             break
         tried = [rank.chosen for rank in ranks]
-    found = [rank.best for rank in ranks]
-    if (found != tried or not fits) and any(more > 0 for more in missing(found)):
-        found = [rank.all for rank in ranks]  # for blocks that span two ranks
-    return together(found)
+    results = [rank.best for rank in ranks]
+    if (results != tried or not fits) and any(more > 0 for more in missing(results)):
+        results = [rank.all for rank in ranks]  # for blocks that span two ranks
+    return together(results)
 
 
 class Rank:
@@ -120,12 +120,12 @@ class Rank:
         further = missing * (rate if more > 0 and rate > _SLOW else 1.0)
         before, self._low, self._missed = self.chosen, self._asked, missing
         while self.chosen == before and self._asked < math.inf:
-            told = self._asked + further
-            if told >= self._high:
+            request = self._asked + further
+            if request >= self._high:
                 self._asked = (self._asked + self._high) / 2
                 self.chosen = self._choice(self._asked)
                 return  # there may be no choice in between
-            self._asked = told if told <= self._items.most else math.inf
+            self._asked = request if request <= self._items.most else math.inf
             self.chosen = self._choice(self._asked)
             further *= 2
 
@@ -133,9 +133,9 @@ class Rank:
         """The values saved of each recomputed block, if so many bytes are to be freed."""
         picked = self._items.cheapest(asked) if asked <= self._items.most else None
         last = [len(own) - 1 - self._least for own in self._blocks]
-        told = zip(self._blocks, last if picked is None else picked, strict=True)
+        request = zip(self._blocks, last if picked is None else picked, strict=True)
         least = self._least
-        return {own[0].name: own[k + least].saved for own, k in told if k + least >= 0}
+        return {own[0].name: own[k + least].saved for own, k in request if k + least >= 0}
 
 
 def _beyond(own: Sequence[BlockOption], count: int, least: int) -> list[Item]:

@@ -38,8 +38,8 @@ def neighbours(shape: Shape, shard_sizes: tuple[int, ...] = (0,)) -> Iterator[Sh
         for interleave in INTERLEAVES:
             for schedule in ("1f1b", "zero_bubble") if interleave == 1 else ("interleaved",):
                 yield shape._replace(interleave=interleave, schedule=schedule)
-    for zero, again, kind in _ZEROS:
-        yield shape._replace(zero=zero, reshard_after_forward=again, accumulation=kind,
+    for zero, repeated, kind in _ZEROS:
+        yield shape._replace(zero=zero, reshard_after_forward=repeated, accumulation=kind,
                              shard_size=shape.shard_size if zero else 0)  # fmt: skip
     for size in shard_sizes:
         yield shape._replace(shard_size=size)

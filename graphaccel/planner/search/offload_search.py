@@ -27,16 +27,20 @@ _MORE_COPIES = 1.03  # as much faster must a plan be that copies more
 def solve_as_needed(problem: Problem, pins: Pins, batch: int) -> Outcome:
     """`solve_all`; where nothing fits, again with more offloaded, and where something fits that
     memory makes slower, with the offload that pays, as `search` does."""
-    found = [solve_all(problem, replace(pins, spared=()), batch)]
-    if found[0].fitting:
-        best = found[0].fitting[0]
-        tried = [outcome for _, outcome in faster_on_host(problem, pins, batch, found[0], best)]
-        return next((outcome for outcome in tried if outcome.fitting), found[0])
+    results = [solve_all(problem, replace(pins, spared=()), batch)]
+    if results[0].fitting:
+        best = results[0].fitting[0]
+        tried = [outcome for _, outcome in faster_on_host(problem, pins, batch, results[0], best)]
+        return next((outcome for outcome in tried if outcome.fitting), results[0])
     for spared in offered(pins, problem, batch)[1:]:
-        if found[-1].fitting:
+        if results[-1].fitting:
             break
-        found.append(solve_all(problem, replace(pins, spared=spared), batch))
-    return found[-1] if found[-1].fitting else min(found, key=lambda o: missing(o, problem.cluster))
+        results.append(solve_all(problem, replace(pins, spared=spared), batch))
+    return (
+        results[-1]
+        if results[-1].fitting
+        else min(results, key=lambda o: missing(o, problem.cluster))
+    )
 
 
 def goal_of(best: Plan) -> float:
@@ -62,11 +66,11 @@ def faster_on_host(
     host, goal = problem.cluster.host, goal_of(best)
     if host is None or host.shared or without.cramped > goal:
         return []
-    found, useless = [], []
+    result, useless = [], []
     for spared in offered(pins, problem, batch)[1:]:
         wanted = replace(pins, spared=spared)
         outcome = solve_all(problem, wanted, batch, goal=goal, shared=without.shared)
-        (found if outcome.fitting else useless).append((wanted, outcome))
+        (result if outcome.fitting else useless).append((wanted, outcome))
         if outcome.fitting:
             goal = seconds(outcome.fitting[0]) / _MORE_COPIES
-    return [*reversed(found), *useless]
+    return [*reversed(result), *useless]

@@ -67,8 +67,8 @@ def alternatives(
     def reason(plan: Plan) -> str:
         if excess(plan, cluster) <= 0 and plan.decided(notes=()) in refused:
             return "was built, and does not fit or can not run"
-        alike = kind_of(plan) in larger
-        if alike and excess(plan, cluster) <= 0 < excess(plan, corrected or cluster):
+        same_kind = kind_of(plan) in larger
+        if same_kind and excess(plan, cluster) <= 0 < excess(plan, corrected or cluster):
             return "would not fit: plans like it turned out larger once built"
         return lost_because(plan, best, cluster)
 
@@ -140,7 +140,7 @@ def infeasible(
     closest = outcome.closest
     assert closest is not None
     top = fullest(closest)
-    works, useless = _relaxations(problem, corrected, pins, closest, batch, solve_all, refine)
+    costs, useless = _relaxations(problem, corrected, pins, closest, batch, solve_all, refine)
     return InfeasiblePlan(
         devices=problem.cluster.count,
         memory=problem.cluster.device.memory,
@@ -155,7 +155,7 @@ def infeasible(
             "temp": top.temporary,
             "other": top.other,
         },
-        relaxations=works,
+        relaxations=costs,
         useless=useless,
         host=_host_excess(closest, problem.cluster) + hosts(problem.cluster),
         host_memory=hosts(problem.cluster),
@@ -274,8 +274,8 @@ def _enough(
         cluster = _roomier(cluster, plan)
         try:
             outcome = solve_all(replace(problem, cluster=cluster), pins, batch)
-            found = outcome.fitting[0] if outcome.fitting else outcome.closest
-            plan = refine(found) if refine is not None and found is not None else found or plan
+            result = outcome.fitting[0] if outcome.fitting else outcome.closest
+            plan = refine(result) if refine is not None and result is not None else result or plan
         except GraphAccelError:  # it can not run, or no longer be planned
             return None
         if excess(plan, cluster) <= 0:

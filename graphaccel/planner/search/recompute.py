@@ -49,13 +49,13 @@ def block_options(profile: Profile, sized: SizedProfile) -> tuple[tuple[BlockOpt
 
 
 def _block_options(profile: Profile, sized: SizedProfile) -> tuple[tuple[BlockOption, ...], ...]:
-    found: list[tuple[BlockOption, ...]] = [()] * len(profile.block_names)
+    block_optionses: list[tuple[BlockOption, ...]] = [()] * len(profile.block_names)
     for kind, ways in zip(profile.block_kinds, ways_of(profile, sized), strict=True):
-        told = [(w.less, w.seconds, tuple(kind.labels[i] for i in w.saved)) for w in ways]
+        described = [(w.less, w.seconds, tuple(kind.labels[i] for i in w.saved)) for w in ways]
         for block in kind.blocks:
             name = profile.block_names[block]
-            found[block] = tuple(BlockOption(block, name, *each) for each in told)
-    return tuple(found)
+            block_optionses[block] = tuple(BlockOption(block, name, *each) for each in described)
+    return tuple(block_optionses)
 
 
 def least_saved(profile: Profile, sized: SizedProfile) -> int:
@@ -87,9 +87,9 @@ class Knapsack:
         kinds: dict[tuple[Item, ...], list[int]] = defaultdict(list)
         for number, items in enumerate(blocks):
             kinds[tuple(items)].append(number)
-        told = tuple((items, len(own)) for items, own in kinds.items())
-        few = math.prod(math.comb(n + len(items), n) for items, n in told) <= _ALL
-        self._every = _every(told) if few else None
+        described = tuple((items, len(own)) for items, own in kinds.items())
+        few = math.prod(math.comb(n + len(items), n) for items, n in described) <= _ALL
+        self._every = _every(described) if few else None
         self._kinds = list(kinds.values())
         self._many = _Many.of(blocks, self._kinds) if not few and self.most > 0 else None
 
@@ -130,13 +130,13 @@ class Knapsack:
     def _counted(self, chosen: Sequence[Sequence[int]]) -> list[int]:
         """Items by block, from those of each kind of blocks: the first blocks of a kind get them,
         and the first of these the item that saves most."""
-        found = [-1] * len(self._blocks)
+        result = [-1] * len(self._blocks)
         for own, items in zip(self._kinds, chosen, strict=True):
             saving = self._blocks[own[0]]
             order = sorted(items, key=lambda item, saving=saving: -saving[item][0])
             for number, item in zip(own, order, strict=False):
-                found[number] = item
-        return found
+                result[number] = item
+        return result
 
 
 @dataclass(frozen=True)
@@ -202,12 +202,12 @@ class _Many:
             if best is not None and price >= best[0]:
                 continue
             left = needed - sum(saving for saving, _ in taken)
-            found = _identical_blocks(len(self.at), self.blocks[self.at[0]], left)
-            if found is not None and (best is None or price + found[0] < best[0]):
+            result = _identical_blocks(len(self.at), self.blocks[self.at[0]], left)
+            if result is not None and (best is None or price + result[0] < best[0]):
                 chosen = [-1] * len(self.blocks)
-                for number, item in zip((*self.few, *self.at), (*others, *found[1]), strict=True):
+                for number, item in zip((*self.few, *self.at), (*others, *result[1]), strict=True):
                     chosen[number] = item
-                best = price + found[0], chosen
+                best = price + result[0], chosen
         assert best is not None
         return best[1]
 
@@ -230,8 +230,8 @@ def _identical_blocks(
     if prices[pair, one, many] == np.inf:
         return None
     first, second = pairs[pair]
-    found = [first] * int(rest[pair, one, many]) + [second] * int(own[pair, 0, many])
-    chosen = sorted([*found, *[one - 1] * (one > 0)], key=lambda item: -items[item][0])
+    result = [first] * int(rest[pair, one, many]) + [second] * int(own[pair, 0, many])
+    chosen = sorted([*result, *[one - 1] * (one > 0)], key=lambda item: -items[item][0])
     return float(prices[pair, one, many]), chosen + [-1] * (count - len(chosen))
 
 

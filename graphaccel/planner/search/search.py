@@ -171,17 +171,17 @@ def _chosen(
         if outcome.fitting:
             given = problem, wanted, outcome, batch, refine, record.refused
             about = outcome.fitting[0]
-            if not tried and (away := _with_offload(*given, about)) is not None:
-                return away
+            if not tried and (offloaded := _with_offload(*given, about)) is not None:
+                return offloaded
             best, notes, corrected = _proved(*given)
             if best is not None:
                 slower = not tried and seconds(best) > seconds(about)  # than predicted
-                if slower and (away := _with_offload(*given, best)) is not None:
-                    return away
+                if slower and (offloaded := _with_offload(*given, best)) is not None:
+                    return offloaded
                 break
         tried.append((outcome, corrected))
     else:
-        outcome, corrected = min(tried, key=lambda found: missing(found[0], problem.cluster))
+        outcome, corrected = min(tried, key=lambda result: missing(result[0], problem.cluster))
         raise infeasible(problem, decided, outcome, batch, solve_as_needed, corrected, refine)
     if tried:
         over = format_bytes(missing(tried[0][0], problem.cluster))
@@ -204,12 +204,12 @@ def _with_offload(
     chosen = None
     for wanted, other in faster_on_host(problem, pins, batch, outcome, best):
         if chosen is None and other.fitting:
-            found, notes, smaller = _proved(problem, wanted, other, batch, refine, dropped)
+            result, notes, smaller = _proved(problem, wanted, other, batch, refine, dropped)
             # Where the first does not fit once built, all are solved again, without a goal.
-            if found is not None and seconds(found) <= goal_of(best):
-                said = f"{offload_text(found.offload)} on the host: without, the best takes "
+            if result is not None and seconds(result) <= goal_of(best):
+                said = f"{offload_text(result.offload)} on the host: without, the best takes "
                 said += f"{time_text(seconds(best))} ({plan_name(best)})"
-                chosen = found, outcome, smaller, (said, *notes)
+                chosen = result, outcome, smaller, (said, *notes)
         outcome.beside(other, problem.cluster)
     return chosen
 
@@ -255,8 +255,8 @@ def _proved(
         return outcome.fitting[0], (), problem
     notes: list[tuple[str, str]] = []
     refused: SplitRefused | TooManyStages | None = None
-    corrected, queue, tried, wrong_alike = problem, list(outcome.fitting), set(), True
-    again: list[Plan] = []
+    corrected, queue, tried, equally_wrong = problem, list(outcome.fitting), set(), True
+    solved_anew: list[Plan] = []
     while queue and len(tried) < _REFINED:
         plan = queue.pop(0)
         if _decisions(plan) in tried:
@@ -270,7 +270,7 @@ def _proved(
             dropped.add(_decisions(plan))
             continue
         if excess(exact, problem.cluster) <= 0:
-            if outcome.larger and not again:
+            if outcome.larger and not solved_anew:
                 _leave_open(outcome, exact, tried)
             said = (f"{name}: {why}" for name, why in notes if name != plan_name(exact))
             return exact, tuple(said), corrected
@@ -278,30 +278,30 @@ def _proved(
         dropped.add(_decisions(plan))
         outcome.missed(exact, problem.cluster)
         outcome.larger.add(kind_of(plan))
-        if not wrong_alike:
+        if not equally_wrong:
             continue
         smaller = scaled(problem, plan, exact)
-        if not again or smaller.cluster.device.memory < corrected.cluster.device.memory:
+        if not solved_anew or smaller.cluster.device.memory < corrected.cluster.device.memory:
             corrected, solved = smaller, solve_all(smaller, pins, batch)
-            outcome.open, again = solved.open or outcome.open, solved.fitting
-        queue = [*_of_other_kinds(problem, pins, outcome, again), *again]
+            outcome.open, solved_anew = solved.open or outcome.open, solved.fitting
+        queue = [*_of_other_kinds(problem, pins, outcome, solved_anew), *solved_anew]
         if not queue:
-            wrong_alike, queue = False, sorted(outcome.fitting, key=_peak)
+            equally_wrong, queue = False, sorted(outcome.fitting, key=_peak)
     if outcome.closest is None and refused is not None:
         raise refused
     return None, tuple(f"{name}: {why}" for name, why in notes), corrected
 
 
 def _of_other_kinds(
-    problem: Problem, pins: Pins, outcome: Outcome, again: list[Plan]
+    problem: Problem, pins: Pins, outcome: Outcome, solved_anew: list[Plan]
 ) -> list[Plan]:
     """The fastest plan of each kind of which none turned out larger than estimated, where it is
-    faster than the best of `again`; the fastest first."""
+    faster than the best of `solved_anew`; the fastest first."""
     first: dict[object, Plan] = {}
     for plan in outcome.fitting:
         if kind_of(plan) not in outcome.larger:
             first.setdefault(kind_of(plan), plan)
-    best = seconds(again[0]) if again else math.inf
+    best = seconds(solved_anew[0]) if solved_anew else math.inf
     closer = [p for p in first.values() if seconds(p) < best]
     played = [problem.predicted(p, simulated=True) for p in sorted(closer, key=seconds)[:_REFINED]]
     return sorted((p for p in played if seconds(p) < best), key=lambda plan: rank(plan, pins))

@@ -118,17 +118,17 @@ class Pass:
     def _candidates(self, offered: Sequence[Layout], known: dict[bool, _Candidates]) -> _Candidates:
         """The candidates of these layouts. known: those of other searches, by whether activations
         are offloaded, which not every schedule supports."""
-        away = "activations" in self.pins.on_host
-        if away not in known and away and False in known and self.pins.schedule is None:
-            known[away] = _staying(known[False])
-        if away not in known:
+        offloads = "activations" in self.pins.on_host
+        if offloads not in known and offloads and False in known and self.pins.schedule is None:
+            known[offloads] = _staying(known[False])
+        if offloads not in known:
             given = self.problem, self.pins, self.batch
             own, *others = (list(meshes_of(*given, layout)) for layout in offered)
             apart = dict(zip(offered[1:], others, strict=True))
             every = {offered[0]: list(dict.fromkeys(own)), **apart}
             cols = {x: columns(meshes, self.batch) for x, meshes in every.items() if meshes}
-            known[away] = _Candidates(own, apart, cols)
-        return known[away]
+            known[offloads] = _Candidates(own, apart, cols)
+        return known[offloads]
 
     def shape_bounds(self, layout: Layout) -> ShapeBounds:
         """The bounds of a layout's shapes without their recompute choice; recomputed once the
@@ -157,8 +157,8 @@ class Pass:
 
     def of_layout(self, layout: Layout) -> float:
         """Seconds that no candidate of a layout that may fit can beat."""
-        told = self.shape_bounds(layout)
-        return float(min(told.seconds[~told.big], default=math.inf))
+        described = self.shape_bounds(layout)
+        return float(min(described.seconds[~described.big], default=math.inf))
 
     def least(self) -> float:
         """Seconds that no candidate can beat."""
@@ -196,7 +196,7 @@ class Pass:
             return
         plan = shape.on(self.base)
         try:
-            found = in_orders(problem, plan, shape.recompute, pins.cuts)
+            result = in_orders(problem, plan, shape.recompute, pins.cuts)
         except TooManyStages as error:
             if outcome.too_many is None or error.asked < outcome.too_many.asked:
                 outcome.too_many = error
@@ -207,7 +207,7 @@ class Pass:
             outcome.tally.impossible += 1
             return
         outcome.tally.solved += 1
-        fitting = [self._solved(one) for one in found]
+        fitting = [self._solved(one) for one in result]
         if any(fitting):
             self.settled.add(shape.mesh)
         else:

@@ -61,15 +61,15 @@ def _all_leanest(profile: Profile, sized: SizedProfile) -> tuple[Way | None, ...
 
 
 def _leanest(body: Body) -> Way | None:
-    found = max((body.way(()), body.way(body.leanest())), key=lambda w: (w.less, -w.seconds))
-    return found if found.less > 0 else None
+    result = max((body.way(()), body.way(body.leanest())), key=lambda w: (w.less, -w.seconds))
+    return result if result.less > 0 else None
 
 
 def _ways(body: Body) -> tuple[Way, ...]:
     tried = {(), *body.hull()}
-    found = sorted({body.way(saved) for saved in tried}, key=lambda w: (w.seconds, -w.less))
+    results = sorted({body.way(saved) for saved in tried}, key=lambda w: (w.seconds, -w.less))
     front: list[Way] = []
-    for way in found:
+    for way in results:
         if way.less > (front[-1].less if front else 0):
             front.append(way)
     return tuple(front)
@@ -104,8 +104,8 @@ class Body:
         from the line between their neighbours first, at most `MOST` of them."""
         few = self.leanest()
         spans = [(self.point(None), self.point(few))]
-        found = [few]
-        while spans and len(found) <= MOST:
+        results = [few]
+        while spans and len(results) <= MOST:
             (time, size), (end, least) = spans.pop(0)
             rise, run = size - least, end - time
             if rise <= 0 or run <= 0:
@@ -115,10 +115,10 @@ class Body:
             gain = run * size + rise * time - run * middle[1] - rise * middle[0]
             if gain <= 0:
                 continue
-            found.append(saved)
+            results.append(saved)
             spans += [((time, size), middle), (middle, (end, least))]
             spans.sort(key=lambda span: _area(*span), reverse=True)
-        return found
+        return results
 
     def point(self, saved: tuple[int, ...] | None) -> tuple[int, int]:
         """(ticks, bytes) of an option; None: nothing is recomputed."""

@@ -173,9 +173,9 @@ def with_cuts_and_blocks(
     """
     best: Plan | None = None
     for tried in chunked(problem, plan):
-        found = _solved(problem, tried, recompute, cuts)
-        if best is None or _order(problem.cluster, found) < _order(problem.cluster, best):
-            best = found
+        result = _solved(problem, tried, recompute, cuts)
+        if best is None or _order(problem.cluster, result) < _order(problem.cluster, best):
+            best = result
         if excess(best, problem.cluster) <= 0 and recompute not in ("some", "selective"):
             break  # smaller chunks take longer
     assert best is not None
@@ -192,18 +192,20 @@ def in_orders(
     """
     first = with_cuts_and_blocks(problem, plan, recompute, cuts)
     assert first.prediction is not None
-    found = [first]
+    results = [first]
     for order in orders(problem.cluster, plan)[1:]:
         moved = replace(plan, order=order)
         ways = (scatters(one, problem.cluster) for one in (plan, moved))
         if "scatter_sends" not in plan.pinned and len(set(ways)) > 1:
-            found.append(with_cuts_and_blocks(problem, moved, recompute, cuts))
+            results.append(with_cuts_and_blocks(problem, moved, recompute, cuts))
             continue
         other = replace(first, order=order)
         given = problem.layouts.of(other), other, problem.cluster, problem.optimizer_bytes
-        told = predict_seconds(*given, simulated=False)
-        found.append(replace(other, prediction=replace(told, memory=first.prediction.memory)))
-    return found
+        prediction = predict_seconds(*given, simulated=False)
+        results.append(
+            replace(other, prediction=replace(prediction, memory=first.prediction.memory))
+        )
+    return results
 
 
 def _order(cluster: Cluster, plan: Plan) -> tuple[int, float]:
@@ -344,11 +346,11 @@ def _with_blocks(problem: Problem, plan: Plan, recompute: str | Sequence[str]) -
         chosen = needed(*given, _selective(problem, plan), 1)
     else:
         chosen = dict.fromkeys(recompute, ())
-    found = problem.predicted(plan.with_recomputed(chosen), simulated=False)
-    if recompute == "some" and excess(found, problem.cluster) > 0:  # recomputed values take memory
+    result = problem.predicted(plan.with_recomputed(chosen), simulated=False)
+    if recompute == "some" and excess(result, problem.cluster) > 0:  # recomputed values take memory
         less = _with_blocks(problem, plan, "selective")
-        return min(found, less, key=lambda one: excess(one, problem.cluster))
-    return found
+        return min(result, less, key=lambda one: excess(one, problem.cluster))
+    return result
 
 
 def _selective(problem: Problem, plan: Plan) -> tuple[tuple[BlockOption, ...], ...]:

@@ -58,9 +58,9 @@ def check_given(plan: Plan, path: str, step: StepGraph | None = None) -> None:
         if step is None:
             check_alone(pins, plan.devices, plan.batch)
             return
-        found = read_pins(pins, step, plan.devices, plan.batch, Limits())
+        result = read_pins(pins, step, plan.devices, plan.batch, Limits())
         _check_selective(plan, step)
-        check_chunk(found, any(map(in_chunks, step.graph.graph.nodes)))
+        check_chunk(result, any(map(in_chunks, step.graph.graph.nodes)))
     except BadPin as error:
         raise replace(error, plan=path) from error
 
@@ -111,9 +111,13 @@ def _check_rates(plan: Plan) -> None:
         return
     axes = [axis for axis in ("tensor", "context", "expert") if getattr(plan, axis) > 1]
     known = [f.name for f in fields(Rates)]
-    told = [axis for axis, _ in plan.rates]
+    described = [axis for axis, _ in plan.rates]
     for _, rates in plan.rates:
-        if told != axes or len(rates) != len(known) or not all(0 <= r < math.inf for r in rates):
+        if (
+            described != axes
+            or len(rates) != len(known)
+            or not all(0 <= r < math.inf for r in rates)
+        ):
             reason = f"it has {', '.join(known)} of each of: {', '.join(axes) or 'no axis'}"
             raise BadPin(pin="rates", value=plan.rates, reason=reason)
 

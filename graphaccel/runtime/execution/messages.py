@@ -51,8 +51,8 @@ class Messages:
         """Start sending; the tensors are held until `release`."""
         destination = self._mesh.rank_of(action.peer)
         started = []
-        twin = Action("receive", action.peer, action.microbatch, action.stage, action.direction)
-        for number, (name, like) in enumerate(self._expected(twin)):
+        receive = Action("receive", action.peer, action.microbatch, action.stage, action.direction)
+        for number, (name, like) in enumerate(self._expected(receive)):
             tensor = values[name]
             if tensor.stride() != like.stride():
                 # A kernel's result may have other strides than its fake value; the receiver was

@@ -35,12 +35,12 @@ def zeros_like_all(tensors: Sequence[Tensor]) -> list[Tensor]:
         memory.madvise(mmap.MADV_HUGEPAGE)
     except OSError:
         pass  # a kernel without them: ordinary pages
-    made, start = [], 0
+    built, start = [], 0
     for t, size in zip(tensors, sizes, strict=True):
         if t.numel():
             flat = torch.frombuffer(memory, dtype=t.dtype, count=t.numel(), offset=start)
         else:
             flat = torch.zeros_like(t)
-        made.append(flat.view(t.shape))
+        built.append(flat.view(t.shape))
         start += size
-    return made
+    return built

@@ -64,16 +64,16 @@ class StageCompiler:
                 return dict(graphs)
             return {m: self._graph(g, program.stage, phase, done) for m, g in graphs.items()}
 
-        made = replace(
+        built = replace(
             program,
             forward=each("forward", {0: program.forward})[0],
             backwards=each("backward", program.backwards),
             weights=each("weight", program.weights),
         )
-        made_now = len(self.known) - before
-        what = f"stage {program.stage}, {len(done)} pieces by Inductor, {made_now} unlike"
+        built_now = len(self.known) - before
+        what = f"stage {program.stage}, {len(done)} pieces by Inductor, {built_now} unlike"
         self.report("compile", what, time.perf_counter() - start)
-        return made
+        return built
 
     def _graph(self, module: fx.GraphModule, stage: int, phase: str, done: list[int]) -> Any:
         parts = pieces(module.graph, layers=self.layers)
@@ -143,13 +143,13 @@ class Compiled:
 def _graph_of(piece: Piece) -> tuple[fx.Graph, list[fx.Node]]:
     """A piece as a graph of its own, and the copies of its output nodes."""
     graph = fx.Graph()
-    made: dict[fx.Node, fx.Node] = {}
+    built: dict[fx.Node, fx.Node] = {}
     for node in piece.inputs:
-        made[node] = graph.placeholder(node.name)
+        built[node] = graph.placeholder(node.name)
     for node in piece.nodes:
-        made[node] = graph.node_copy(node, lambda n: made[n])
-        made[node].meta = {}
-    return graph, [made[n] for n in piece.outputs]
+        built[node] = graph.node_copy(node, lambda n: built[n])
+        built[node].meta = {}
+    return graph, [built[n] for n in piece.outputs]
 
 
 def _plain(module: fx.GraphModule, piece: Piece) -> Boxed:
@@ -175,13 +175,13 @@ class _Checked:
         self._piece: Piece | None = piece
 
     def __call__(self, given: list[Any]) -> Sequence[Any]:
-        made = self._run(given)
+        built = self._run(given)
         if self._piece is not None:
-            for node, tensor in zip(self._piece.outputs, made, strict=True):
+            for node, tensor in zip(self._piece.outputs, built, strict=True):
                 if _layout(tensor) != _layout(node.meta["val"]):
                     raise AssertionError(f"{node.name}: {_layout(tensor)} by Inductor")
             self._piece = None
-        return made
+        return built
 
 
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -172,10 +172,10 @@ def notes(program: StepProgram, *, layers: bool = True) -> tuple[str, ...]:
     for stage in program.stages:
         graphs = [stage.forward, *list(stage.backwards.values())[:1]]
         for graph in (*graphs, *list(stage.weights.values())[:1]):
-            found = pieces(graph.graph, layers=layers)
-            compiled += sum(p.compiled for p in found)
-            unlike.update(signature(p) for p in found if p.compiled)
-            for piece in found:
+            result = pieces(graph.graph, layers=layers)
+            compiled += sum(p.compiled for p in result)
+            unlike.update(signature(p) for p in result if p.compiled)
+            for piece in result:
                 computing = [n for n in piece.nodes if _computes(n)]
                 calls += len(computing)
                 count += len(computing) if piece.compiled else 0
@@ -222,14 +222,14 @@ def _computes(node: fx.Node) -> bool:
 
 def _written(graph: fx.Graph) -> set[fx.Node]:
     """Nodes that are views of memory that a call writes to: they must stay views of it."""
-    found: set[fx.Node] = set()
+    results: set[fx.Node] = set()
     waiting = [a for n in graph.nodes if n.op == "call_function" for a in written_arguments(n)]
     while waiting:
         node = waiting.pop()
-        if node.op == "call_function" and node not in found and is_view(node):
-            found.add(node)
+        if node.op == "call_function" and node not in results and is_view(node):
+            results.add(node)
             waiting += node.all_input_nodes
-    return found
+    return results
 
 
 def _piece(compiled: bool, nodes: Sequence[fx.Node], order: dict[fx.Node, int]) -> Piece:

@@ -170,10 +170,10 @@ def _not_full(session: Session, model: nn.Module) -> dict[int, tuple[str, torch.
         **dict(model.named_buffers(remove_duplicate=False)),
         **dict(model.named_parameters(remove_duplicate=False)),
     }
-    found: dict[int, tuple[str, torch.Tensor]] = {}
+    results: dict[int, tuple[str, torch.Tensor]] = {}
     for name, tensor in named.items():
         stages = {stage % mesh.pipeline for stage in session.homes.get(name, range(mesh.pipeline))}
         elsewhere = len(stages) < mesh.pipeline or isinstance(tensor, ShardTensor)
         if elsewhere or name in session.parameters or tensor.device != mesh.device:
-            found.setdefault(id(tensor), (name, tensor))
-    return found
+            results.setdefault(id(tensor), (name, tensor))
+    return results

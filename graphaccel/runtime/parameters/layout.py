@@ -48,9 +48,9 @@ class Layout:
         """A rank's part of the full tensor, with padding added."""
         if part.shape == self.local_shape:
             return part
-        made = part.new_zeros(self.local_shape)
-        made[_within(part.shape)] = part
-        return made
+        built = part.new_zeros(self.local_shape)
+        built[_within(part.shape)] = part
+        return built
 
     def clear(self, local: torch.Tensor) -> None:
         """Zero the padding of this rank's shard."""
@@ -86,11 +86,11 @@ class Layout:
     def _windows(self) -> tuple[tuple[int, int, int], ...]:
         """The ranges that `here` narrows to in a simple layout without padding: (dim, start, size),
         one per split. Cached, as an optimizer step needs it for every parameter and gradient."""
-        shape, found = list(self.shape), []
+        shape, result = list(self.shape), []
         for split in self.splits:
             size = shape[split.dim] = shape[split.dim] // self.mesh.size(split.axis)
-            found.append((split.dim, self.mesh.coordinate(split.axis) * size, size))
-        return tuple(found)
+            result.append((split.dim, self.mesh.coordinate(split.axis) * size, size))
+        return tuple(result)
 
     def at(self, whole: torch.Tensor, place: dict[str, int]) -> torch.Tensor:
         """The part of the full tensor at these mesh coordinates, without padding."""
@@ -158,10 +158,10 @@ def _within(shape: torch.Size) -> tuple[slice, ...]:
 
 def _runs(numbers: Sequence[int]) -> list[tuple[int, int, int]]:
     """Runs of consecutive numbers: (first number, its position, length)."""
-    found: list[tuple[int, int, int]] = []
+    results: list[tuple[int, int, int]] = []
     for position, number in enumerate(numbers):
-        if found and number == found[-1][0] + found[-1][2]:
-            found[-1] = (*found[-1][:2], found[-1][2] + 1)
+        if results and number == results[-1][0] + results[-1][2]:
+            results[-1] = (*results[-1][:2], results[-1][2] + 1)
         else:
-            found.append((number, position, 1))
-    return found
+            results.append((number, position, 1))
+    return results

@@ -30,9 +30,9 @@ class PendingNorm(torch.Tensor):
     @staticmethod
     def __new__(cls, local: torch.Tensor, layout: Layout, order: float) -> PendingNorm:
         """local: the norm of order `order` of this rank's shard."""
-        made = without_storage(cls, (), local.dtype, local.device)
-        made.local, made.sharding, made.order, made.known = local, layout, order, None
-        return made
+        built = without_storage(cls, (), local.dtype, local.device)
+        built.local, built.sharding, built.order, built.known = local, layout, order, None
+        return built
 
     def __repr__(self, **_: Any) -> str:
         return f"PendingNorm({self.dtype}, {self.sharding.axes})"
@@ -57,11 +57,11 @@ class PendingNorm(torch.Tensor):
 
 def resolve(norms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Norms with the pending ones reduced: one all-reduce for each set of axes and each order."""
-    found = list(norms)
+    results = list(norms)
     sets: dict[tuple[str, float], list[int]] = {}
     for i, norm in enumerate(norms):
         if isinstance(norm, PendingNorm) and norm.known is not None:
-            found[i] = norm.known
+            results[i] = norm.known
         elif isinstance(norm, PendingNorm):
             sets.setdefault((norm.sharding.axes, norm.order), []).append(i)
     for (axes, order), places in sorted(sets.items()):
@@ -76,5 +76,5 @@ def resolve(norms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             dist.all_reduce(local, group=group)
             local = local ** (1.0 / order)
         for i, value in zip(places, local.to(pending[0].device).unbind(), strict=True):
-            found[i] = value
-    return found
+            results[i] = value
+    return results

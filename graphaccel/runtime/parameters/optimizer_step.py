@@ -104,11 +104,11 @@ class OptimizerStep:
         reasons = []
         for number, group in enumerate(optimizer.param_groups):
             reason = refusal(optimizer, group)
-            found = self._group_of(group) if reason is None else None
-            if found is not None:
-                reason = self._refused(number, found)
-            if found is not None and reason is None:
-                fit.append(found)
+            result = self._group_of(group) if reason is None else None
+            if result is not None:
+                reason = self._refused(number, result)
+            if result is not None and reason is None:
+                fit.append(result)
             elif reason is not None:
                 reasons.append(reason)
                 left += group["params"]
@@ -118,7 +118,7 @@ class OptimizerStep:
             if self._known_of_all is None or self._known_of_all.overflow is None:
                 fit, reasons = [], [*reasons, "step counts on the CPU under torch.amp.GradScaler"]
             elif bool(around.found_inf):
-                left += [p for found in fit for p in found.params]
+                left += [p for result in fit for p in result.params]
                 fit = []
             else:
                 around = replace(around, found_inf=None)
@@ -127,9 +127,9 @@ class OptimizerStep:
         for some in _by_device(fit):
             step(some, around)
         self._leave(left)
-        for found in fit:
-            self._emptied.append((found.group, found.group["params"]))
-            found.group["params"] = []
+        for result in fit:
+            self._emptied.append((result.group, result.group["params"]))
+            result.group["params"] = []
 
     def _around(self) -> Around:
         """The scale and overflow flag of torch.amp.GradScaler, and norm and overflow of all
@@ -140,10 +140,10 @@ class OptimizerStep:
         )
         if known is None:
             return around
-        found = around.found_inf
+        result = around.found_inf
         if known.overflow is not None:
-            found = known.overflow if found is None else torch.maximum(found, known.overflow)
-        return replace(around, found_inf=found, max_norm=known.clip_norm, norm=known.norm)
+            result = known.overflow if result is None else torch.maximum(result, known.overflow)
+        return replace(around, found_inf=result, max_norm=known.clip_norm, norm=known.norm)
 
     def _leave(self, params: Sequence[Tensor]) -> None:
         """Prepare gradients for torch's own code: None after an overflow, else clipped."""
@@ -163,23 +163,23 @@ class OptimizerStep:
         states = [] if plain else [state[p] for p in params]
         return _Group(group, params, [g for _, g in pairs], states)
 
-    def _refused(self, number: int, found: _Group) -> str | None:
+    def _refused(self, number: int, result: _Group) -> str | None:
         """Why tensors of a group leave it to torch. Weights and state that were checked in the
         previous step are not checked again."""
-        names = ("momentum_buffer",) if "momentum" in found.group else ("exp_avg", "exp_avg_sq")
-        held = list(found.params)
+        names = ("momentum_buffer",) if "momentum" in result.group else ("exp_avg", "exp_avg_sq")
+        held = list(result.params)
         for name in names:
-            held += [t for s in found.states if (t := s.get(name)) is not None]
+            held += [t for s in result.states if (t := s.get(name)) is not None]
         known = self._known.get(number, ())
         if len(held) != len(known) or not all(map(is_, held, known)):
-            like = list(found.params)
+            like = list(result.params)
             for name in names:
-                rows = zip(found.params, found.states, strict=False)
+                rows = zip(result.params, result.states, strict=False)
                 like += [p for p, s in rows if s.get(name) is not None]
             if (reason := _unfit(held, like)) is not None:
                 return reason
             self._known[number] = held
-        for g, p in zip(found.grads, found.params, strict=True):
+        for g, p in zip(result.grads, result.params, strict=True):
             if type(g) is not Tensor or g.dtype != p.dtype or not g.is_contiguous():
                 if (reason := _unfit([g], [p])) is not None:
                     return reason
@@ -198,16 +198,16 @@ class OptimizerStep:
     def _adam(self, groups: list[_Group], around: Around) -> None:
         kind = type(self._optimizer) is torch.optim.AdamW
         rules: list[AdamRule] = []
-        for found in groups:
-            group = found.group
-            _make_adam_states(found)
+        for result in groups:
+            group = result.group
+            _make_adam_states(result)
             decoupled = group.get("decoupled_weight_decay", kind)
             numbers: Any = (*group["betas"], group["eps"], group["weight_decay"], decoupled)
-            rules += [AdamRule(group["lr"], *numbers)] * len(found.params)
-        states = [s for found in groups for s in found.states]
+            rules += [AdamRule(group["lr"], *numbers)] * len(result.params)
+        states = [s for result in groups for s in result.states]
         self._many.adam(
-            [p for found in groups for p in found.params],
-            [g for found in groups for g in found.grads],
+            [p for result in groups for p in result.params],
+            [g for result in groups for g in result.grads],
             [s["exp_avg"] for s in states],
             [s["exp_avg_sq"] for s in states],
             [s["step"] for s in states],
@@ -218,28 +218,30 @@ class OptimizerStep:
     def _sgd(self, groups: list[_Group], around: Around) -> None:
         buffers: list[Tensor | None] = []
         first: list[bool] = []
-        damped = any(found.group["dampening"] for found in groups)
+        damped = any(result.group["dampening"] for result in groups)
         if around.found_inf is not None and damped and _any_empty(groups):
             # A skipped first step must not create buffers: dampening depends on whether they exist.
             if bool(around.found_inf):
                 return
             around = replace(around, found_inf=None)
         rules: list[SGDRule] = []
-        for found in groups:
-            group = found.group
-            new = [s.get("momentum_buffer") is None for s in found.states]
+        for result in groups:
+            group = result.group
+            new = [s.get("momentum_buffer") is None for s in result.states]
             empty = [i for i, is_new in enumerate(new) if is_new]
-            made = zeros_like_all([found.params[i] for i in empty])  # zeros, as for a skipped step
-            for i, buffer in zip(empty, made, strict=True):
-                found.states[i]["momentum_buffer"] = buffer
-            count = len(found.params)
-            buffers += [s["momentum_buffer"] for s in found.states] or [None] * count
+            built = zeros_like_all(
+                [result.params[i] for i in empty]
+            )  # zeros, as for a skipped step
+            for i, buffer in zip(empty, built, strict=True):
+                result.states[i]["momentum_buffer"] = buffer
+            count = len(result.params)
+            buffers += [s["momentum_buffer"] for s in result.states] or [None] * count
             first += new or [False] * count
             numbers = (group["momentum"], group["dampening"], group["nesterov"])
             rules += [SGDRule(group["lr"], *numbers, group["weight_decay"])] * count
         self._many.sgd(
-            [p for found in groups for p in found.params],
-            [g for found in groups for g in found.grads],
+            [p for result in groups for p in result.params],
+            [g for result in groups for g in result.grads],
             buffers,
             first,
             rules,
@@ -254,21 +256,21 @@ def _on_cpu(around: Around) -> Around:
 
 
 def _any_empty(groups: Sequence[_Group]) -> bool:
-    return any(s.get("momentum_buffer") is None for found in groups for s in found.states)
+    return any(s.get("momentum_buffer") is None for result in groups for s in result.states)
 
 
-def _make_adam_states(found: _Group) -> None:
+def _make_adam_states(result: _Group) -> None:
     """Create the state that torch creates at the first step, for parameters that have none."""
-    group = found.group
-    new = [i for i, state in enumerate(found.states) if not state]
-    params = [found.params[i] for i in new]
+    group = result.group
+    new = [i for i, state in enumerate(result.states) if not state]
+    params = [result.params[i] for i in new]
     moments = zeros_like_all([*params, *params])
     wide = torch.get_default_dtype() == torch.float64 and not group["fused"]
     dtype = torch.float64 if wide else torch.float32
     for place, i in enumerate(new):
         own = group["capturable"] or group["fused"]
-        device = found.params[i].device if own else torch.device("cpu")
-        found.states[i].update(
+        device = result.params[i].device if own else torch.device("cpu")
+        result.states[i].update(
             step=torch.zeros((), dtype=dtype, device=device),
             exp_avg=moments[place],
             exp_avg_sq=moments[len(new) + place],
@@ -277,7 +279,7 @@ def _make_adam_states(found: _Group) -> None:
 
 def _by_device(groups: list[_Group]) -> list[list[_Group]]:
     """Groups with parameters to step, split by device where theirs are on several."""
-    found: dict[torch.device, list[_Group]] = {}
+    results: dict[torch.device, list[_Group]] = {}
     for group in groups:
         devices = dict.fromkeys(p.device for p in group.params)
         for device in devices:
@@ -287,8 +289,8 @@ def _by_device(groups: list[_Group]) -> list[list[_Group]]:
                 states = [group.states[i] for i in some if group.states]
                 params, grads = ([x[i] for i in some] for x in (group.params, group.grads))
                 part = _Group(group.group, params, grads, states)
-            found.setdefault(device, []).append(part)
-    return list(found.values())
+            results.setdefault(device, []).append(part)
+    return list(results.values())
 
 
 def _on_device(optimizer: Optimizer, groups: list[_Group]) -> bool:

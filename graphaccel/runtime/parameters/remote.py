@@ -50,9 +50,9 @@ class RemoteTensor(torch.Tensor):
         cls, like: torch.Tensor, elsewhere: Elsewhere, device: torch.device | None = None
     ) -> RemoteTensor:
         """A placeholder for `like`, on another device if given."""
-        made = without_storage(cls, like.shape, like.dtype, device or like.device)
-        made.elsewhere = elsewhere
-        return made
+        built = without_storage(cls, like.shape, like.dtype, device or like.device)
+        built.elsewhere = elsewhere
+        return built
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
@@ -71,9 +71,9 @@ class RemoteTensor(torch.Tensor):
     @staticmethod
     def __tensor_unflatten__(_inner: Any, context: Any, *_sizes: Any) -> RemoteTensor:
         shape, dtype, device, elsewhere = context
-        made = without_storage(RemoteTensor, shape, dtype, device)
-        made.elsewhere = elsewhere
-        return made
+        built = without_storage(RemoteTensor, shape, dtype, device)
+        built.elsewhere = elsewhere
+        return built
 
     def __repr__(self, **_: Any) -> str:
         return f"RemoteTensor({list(self.shape)}, {self.dtype})"
@@ -226,9 +226,9 @@ def _on_local(func: Any, args: tuple, kwargs: dict, remote: RemoteTensor) -> Any
         dist.all_reduce(args[1], op=dist.ReduceOp.MAX, group=remote.elsewhere.group)
     if writes or not func._schema.returns:
         return None
-    found = dict(zip(here, results or (), strict=True))
+    collected = dict(zip(here, results or (), strict=True))
     shapes = func(*pytree.tree_map_only(torch.Tensor, _meta, args), **kwargs)
     return [
-        found[i] if i in found else _remote(shapes[i], remote.device, _of_all(places[i]))
+        collected[i] if i in collected else _remote(shapes[i], remote.device, _of_all(places[i]))
         for i in range(count)
     ]

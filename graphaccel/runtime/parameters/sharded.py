@@ -81,9 +81,9 @@ class ShardTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, local: torch.Tensor, layout: Layout) -> ShardTensor:
         """local: of shape `layout.local_shape`."""
-        made = without_storage(cls, layout.shape, local.dtype, local.device)
-        made.local, made.sharding = local, layout
-        return made
+        built = without_storage(cls, layout.shape, local.dtype, local.device)
+        built.local, built.sharding = local, layout
+        return built
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
@@ -183,9 +183,9 @@ class ShardView(torch.Tensor):
     def __new__(cls, base: ShardTensor, look: Callable[[torch.Tensor], torch.Tensor]) -> ShardView:
         """Strides are those of a contiguous full tensor."""
         shape = look(torch.empty(base.shape, dtype=base.dtype, device="meta"))
-        made = without_storage(cls, shape.shape, shape.dtype, base.device, strides=shape.stride())
-        made.base, made.look = base, look
-        return made
+        built = without_storage(cls, shape.shape, shape.dtype, base.device, strides=shape.stride())
+        built.base, built.look = base, look
+        return built
 
     def __repr__(self, **_: Any) -> str:
         return f"ShardView({list(self.shape)} of {self.base!r})"
@@ -202,19 +202,19 @@ class ShardView(torch.Tensor):
         return _computed(func, types, args, kwargs or {})
 
 
-def copied(tensor: Any, made: Any, memo: dict[int, Any]) -> Any:
+def copied(tensor: Any, built: Any, memo: dict[int, Any]) -> Any:
     """`made`, a copy of the tensor's values, with the attributes that a deep copy also copies."""
     if isinstance(tensor, nn.Parameter):
-        made = nn.Parameter(made, tensor.requires_grad)
+        built = nn.Parameter(built, tensor.requires_grad)
     else:
-        made.requires_grad_(tensor.requires_grad and tensor.is_leaf)
-    memo[id(tensor)] = made
+        built.requires_grad_(tensor.requires_grad and tensor.is_leaf)
+    memo[id(tensor)] = built
     if tensor.grad is not None:
-        made.grad = copy.deepcopy(tensor.grad, memo)
+        built.grad = copy.deepcopy(tensor.grad, memo)
     for name, value in vars(tensor).items():
-        if name not in vars(made):
-            setattr(made, name, copy.deepcopy(value, memo))
-    return made
+        if name not in vars(built):
+            setattr(built, name, copy.deepcopy(value, memo))
+    return built
 
 
 def local_of(value: Any) -> Any:
@@ -276,12 +276,12 @@ def _norm(tensor: torch.Tensor, order: Any = 2.0, *_: Any, dtype: Any = None, **
     return PendingNorm(norm, tensor.sharding, order) if isinstance(tensor, ShardTensor) else norm
 
 
-def _unscaled(func: Any, tensors: Sequence[torch.Tensor], found: Any, scale: Any) -> None:
+def _unscaled(func: Any, tensors: Sequence[torch.Tensor], match: Any, scale: Any) -> None:
     """A GradScaler's check: a non-finite value in one shard is reported on every rank."""
-    func([local_of(t) for t in tensors], found, scale)
+    func([local_of(t) for t in tensors], match, scale)
     shards = [t for t in tensors if isinstance(t, ShardTensor)]
     for axes in sorted({t.sharding.axes for t in shards}):
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=shards[0].sharding.mesh.group(axes))
+        dist.all_reduce(match, dist.ReduceOp.MAX, group=shards[0].sharding.mesh.group(axes))
 
 
 def _each(func: Any, args: tuple, kwargs: dict) -> Any:

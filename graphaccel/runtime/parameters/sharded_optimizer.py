@@ -145,15 +145,15 @@ class ShardedOptimizer:
             pieces = [_local(p, self.layouts[id(p)]).reshape(-1) for p in bucket]
             rows = pieces[0].new_empty(mesh.size(axis), sum(piece.numel() for piece in pieces))
             torch.cat(pieces, out=rows[place])
-            works = gather_rows(rows, place, mesh.ranks(axis), mesh.group(axis))
+            costs = gather_rows(rows, place, mesh.ranks(axis), mesh.group(axis))
             if flying is not None:
                 self._unpack(*flying)
-            flying = (works, rows, bucket)
+            flying = (costs, rows, bucket)
         if flying is not None:
             self._unpack(*flying)
 
-    def _unpack(self, works: list[Any], whole: torch.Tensor, bucket: list[nn.Parameter]) -> None:
-        for work in works:
+    def _unpack(self, costs: list[Any], whole: torch.Tensor, bucket: list[nn.Parameter]) -> None:
+        for work in costs:
             work.wait()
         offset = 0
         for parameter in bucket:

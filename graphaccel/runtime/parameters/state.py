@@ -35,40 +35,40 @@ def stage_meshes(session: Session) -> dict[int, DeviceMesh]:
     axes = [axis for axis in mesh.axes if axis != "pipeline" and mesh.sizes[axis] > 1]
     mesh.ensure(axes)
     shape = [mesh.sizes[axis] for axis in axes] or [1]
-    found = {}
+    results = {}
     for p in range(mesh.pipeline):
         ranks = torch.tensor(mesh.holders(p)).view(shape)
         if p == mesh.pipeline_index and axes:
             groups = [mesh.group(axis) for axis in axes]
-            found[p] = DeviceMesh.from_group(
+            results[p] = DeviceMesh.from_group(
                 groups if len(groups) > 1 else groups[0],
                 mesh.device.type,
                 mesh=ranks if len(groups) > 1 else None,
                 mesh_dim_names=tuple(axes),
             )
         else:
-            found[p] = submesh(mesh.device.type, ranks, mesh.rank, tuple(axes))
-    return found
+            results[p] = submesh(mesh.device.type, ranks, mesh.rank, tuple(axes))
+    return results
 
 
 def placements(layout: Layout, meshes: DeviceMesh) -> list[Any]:
     """A layout as DTensor placements, one for each dim of the mesh. DTensor shards over the outer
     axes first: where an inner axis has split the same dim before, the outer one takes a strided
     shard."""
-    found: list[Any] = []
+    results: list[Any] = []
     order = layout.mesh.axes
     for axis in meshes.mesh_dim_names or ():
         number = next((i for i, s in enumerate(layout.splits) if s.axis == axis), None)
         if number is None:
-            found.append(Replicate())
+            results.append(Replicate())
             continue
         split = layout.splits[number]
         sections = split.outer
         for other in layout.splits[:number]:
             if other.dim == split.dim and order.index(other.axis) > order.index(axis):
                 sections *= layout.mesh.size(other.axis)
-        found.append(StridedShard(split.dim, sections) if sections > 1 else Shard(split.dim))
-    return found or [Replicate()]
+        results.append(StridedShard(split.dim, sections) if sections > 1 else Shard(split.dim))
+    return results or [Replicate()]
 
 
 class _Part:
@@ -83,10 +83,10 @@ class _Part:
         raise PartOfModel(what="this state dict")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        made = self.detach().clone()  # type: ignore[attr-defined]
-        made.__class__ = type(self)
-        memo[id(self)] = made
-        return made
+        built = self.detach().clone()  # type: ignore[attr-defined]
+        built.__class__ = type(self)
+        memo[id(self)] = built
+        return built
 
 
 class ShardPart(_Part, ShardTensor):
@@ -182,28 +182,28 @@ class OptimizerState:
         optimizer.register_load_state_dict_pre_hook(self._loaded)
 
     def _saved(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        made = {}
+        built = {}
         layouts = self._by_key(optimizer, state)
         for number, values in state["state"].items():
             layout = layouts.get(number)
-            made[number] = {
+            built[number] = {
                 key: presented(value, layout, self._meshes)
                 if layout is not None and _has_shape(value, layout.local_shape)
                 else value
                 for key, value in values.items()
             }
-        return {**state, "state": made}
+        return {**state, "state": built}
 
     def _loaded(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        made = {}
+        built = {}
         layouts = self._by_key(optimizer, state)
         for number, values in state["state"].items():
             layout = layouts.get(number)
-            made[number] = {
+            built[number] = {
                 key: value if layout is None else self._own(value, layout)
                 for key, value in values.items()
             }
-        return {**state, "state": made}
+        return {**state, "state": built}
 
     def _own(self, value: Any, layout: Layout) -> Any:
         """This rank's shard of a value that may be a full tensor."""

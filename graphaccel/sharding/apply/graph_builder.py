@@ -34,12 +34,12 @@ class Emitter:
     """
 
     def __init__(
-        self, graph: fx.Graph, axis: str, ranks: int, made_by: str, fakes: Fakes | None = None
+        self, graph: fx.Graph, axis: str, ranks: int, built_by: str, fakes: Fakes | None = None
     ) -> None:
         self.graph, self.axis, self.ranks, self.fakes = graph, axis, ranks, fakes
         self.meta: Mapping[str, Any] = {}
         self.shared: dict[Any, fx.Node] = {}
-        self._made_by = made_by
+        self._made_by = built_by
 
     def call(self, target: Any, *args: Any, bind: Mapping[int, int] | None = None) -> fx.Node:
         """One call. bind: argument position -> step."""

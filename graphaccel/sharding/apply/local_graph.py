@@ -43,16 +43,16 @@ def over_axis(
     fakes: Fakes | None = None,
 ) -> LocalGraph:
     """The graph sharded over one more axis (`sharding.apply.shard_axis`)."""
-    made = shard_axis(
+    built = shard_axis(
         before.graph, step.inputs, step.outputs, placements, axis=axis, ranks=ranks,
         keep_outputs=keep_outputs, fakes=fakes,
     )  # fmt: skip
     resting, partial = dict(before.resting), dict(before.partial)
-    for name, shard in made.held.items():
+    for name, shard in built.held.items():
         resting[name] = (*resting.get(name, ()), Sharded(axis, shard.dim, shard.outer))
-    for name in sorted(made.partial):
+    for name in sorted(built.partial):
         partial[name] = (*partial.get(name, ()), axis)
-    return LocalGraph(made.graph, resting, partial)
+    return LocalGraph(built.graph, resting, partial)
 
 
 def mark_replicated(local: LocalGraph, inputs: Sequence[GraphInput]) -> None:

@@ -36,17 +36,17 @@ def own_rows(emit: Emitter, ids: fx.Node, rows: int) -> tuple[fx.Node, fx.Node]:
 
 
 def _replaced(emit: Emitter, own: fx.Node, kept: fx.Node, other: int) -> fx.Node:
-    away = emit.call(aten.logical_not.default, own)
-    return emit.call(aten.masked_fill.Scalar, kept, away, other)
+    elsewhere = emit.call(aten.logical_not.default, own)
+    return emit.call(aten.masked_fill.Scalar, kept, elsewhere, other)
 
 
 def _embedding(emit: Emitter, node: fx.Node, tensors: list[fx.Node]) -> list[fx.Node]:
     table, ids = tensors
     moved, own = own_rows(emit, ids, table.meta["val"].shape[0])
-    found = emit.call(aten.embedding.default, table, _replaced(emit, own, moved, 0))
-    away = emit.call(aten.logical_not.default, own)
-    away = emit.call(aten.unsqueeze.default, away, len(away.meta["val"].shape))
-    return [emit.call(aten.masked_fill.Scalar, found, away, 0.0)]
+    match = emit.call(aten.embedding.default, table, _replaced(emit, own, moved, 0))
+    elsewhere = emit.call(aten.logical_not.default, own)
+    elsewhere = emit.call(aten.unsqueeze.default, elsewhere, len(elsewhere.meta["val"].shape))
+    return [emit.call(aten.masked_fill.Scalar, match, elsewhere, 0.0)]
 
 
 def _embedding_backward(emit: Emitter, node: fx.Node, tensors: list[fx.Node]) -> list[fx.Node]:
@@ -66,11 +66,11 @@ def _embedding_backward(emit: Emitter, node: fx.Node, tensors: list[fx.Node]) ->
 def _look_up(emit: Emitter, node: fx.Node, tensors: list[fx.Node]) -> list[fx.Node]:
     table, ids = tensors
     moved, own = own_rows(emit, ids, table.meta["val"].shape[0])
-    found = emit.call(aten.index.Tensor, table, [_replaced(emit, own, moved, 0)])
-    away = emit.call(aten.logical_not.default, own)
+    match = emit.call(aten.index.Tensor, table, [_replaced(emit, own, moved, 0)])
+    elsewhere = emit.call(aten.logical_not.default, own)
     for _ in table.meta["val"].shape[1:]:
-        away = emit.call(aten.unsqueeze.default, away, len(away.meta["val"].shape))
-    return [emit.call(aten.masked_fill.Scalar, found, away, 0.0)]
+        elsewhere = emit.call(aten.unsqueeze.default, elsewhere, len(elsewhere.meta["val"].shape))
+    return [emit.call(aten.masked_fill.Scalar, match, elsewhere, 0.0)]
 
 
 def _look_up_backward(emit: Emitter, node: fx.Node, tensors: list[fx.Node]) -> list[fx.Node]:
@@ -79,8 +79,8 @@ def _look_up_backward(emit: Emitter, node: fx.Node, tensors: list[fx.Node]) -> l
     whole = node.meta["val"].shape
     rows = whole[0] // emit.ranks
     moved, own = own_rows(emit, ids, rows)
-    made = {"dtype": node.meta["val"].dtype, "device": node.meta["val"].device}
-    zeros = emit.call_with(aten.zeros.default, ([rows + 1, *whole[1:]],), made)
+    built = {"dtype": node.meta["val"].dtype, "device": node.meta["val"].device}
+    zeros = emit.call_with(aten.zeros.default, ([rows + 1, *whole[1:]],), built)
     safe = _replaced(emit, own, moved, rows)
     grown = emit.call(aten.index_put.default, zeros, [safe], values, True)
     return [emit.call(aten.narrow.default, grown, 0, 0, rows)]
@@ -128,8 +128,8 @@ def _nll_loss(emit: Emitter, node: fx.Node, tensors: list[fx.Node]) -> list[fx.N
     if backward:
         args = (tensors[0], scores, labels, None, reduction, _IGNORED, tensors[3])
         return [emit.call(aten.nll_loss_backward.default, *args)]
-    made = emit.call(aten.nll_loss_forward.default, scores, labels, None, reduction, _IGNORED)
-    return items(emit, made)
+    built = emit.call(aten.nll_loss_forward.default, scores, labels, None, reduction, _IGNORED)
+    return items(emit, built)
 
 
 def _causal(emit: Emitter, node: fx.Node, tensors: list[fx.Node]) -> list[fx.Node]:
@@ -145,8 +145,8 @@ def _causal(emit: Emitter, node: fx.Node, tensors: list[fx.Node]) -> list[fx.Nod
     count = 6 if backward else 3
     dropout = node.args[count] if len(node.args) > count else 0.0
     kwargs = {**node.kwargs, "attn_mask": emit.shared[asked]}
-    made_node = emit.call_with(node.target, (*tensors[:count], dropout, False), kwargs)
-    return items(emit, made_node)
+    built_node = emit.call_with(node.target, (*tensors[:count], dropout, False), kwargs)
+    return items(emit, built_node)
 
 
 def _later_hidden(emit: Emitter, like: torch.Tensor, columns: int) -> fx.Node:
@@ -178,14 +178,14 @@ def _expert_gradient(emit: Emitter, node: fx.Node, tensors: list[fx.Node]) -> li
 def items(emit: Emitter, node: fx.Node) -> list[fx.Node]:
     """The tensors that a call with several results returns."""
     values = node.meta["val"]
-    found = [k for k, v in enumerate(values) if isinstance(v, torch.Tensor)]
-    return [emit.call(operator.getitem, node, k) for k in found]
+    results = [k for k, v in enumerate(values) if isinstance(v, torch.Tensor)]
+    return [emit.call(operator.getitem, node, k) for k in results]
 
 
 def _dropout(emit: Emitter, node: fx.Node, tensors: list[fx.Node]) -> list[fx.Node]:
     """A separate mask on each rank: `sharding.apply.random_parts`."""
-    made = emit.call(DROPOUT_PART, tensors[0], float(operands(node)[1]), 0, bind={2: 1})
-    return items(emit, made)
+    built = emit.call(DROPOUT_PART, tensors[0], float(operands(node)[1]), 0, bind={2: 1})
+    return items(emit, built)
 
 
 LOWERINGS: Mapping[str, Lowering] = MappingProxyType(

@@ -54,24 +54,24 @@ class Padding:
         """The value with its padding set to zero."""
         if not shard.padding or node in self._zero:
             return node
-        made = self.emit.masked(node, shard, 0.0)
-        self._zero.add(made)
-        return made
+        built = self.emit.masked(node, shard, 0.0)
+        self._zero.add(built)
+        return built
 
     def before(self, node: fx.Node, row: Row, local: list[fx.Node]) -> list[fx.Node]:
         """The local operands of a call, masked where the call reads their padding."""
         padded = _padded(row)
         if not padded:
             return local
-        made = list(local)
+        built = list(local)
         if row.lowering == "softmax" and len(local) == 1:
-            made[0] = self.emit.masked(local[0], padded[0], float("-inf"))
+            built[0] = self.emit.masked(local[0], padded[0], float("-inf"))
         elif row.lowering == "softmax":
-            made[0] = self.zero(local[0], padded[0])
+            built[0] = self.zero(local[0], padded[0])
         elif not row.lowering and PARTIAL in row.outputs:
             for position, shard in padded.items():
-                made[position] = self.zero(local[position], shard)
-        return made
+                built[position] = self.zero(local[position], shard)
+        return built
 
     def after(
         self, node: fx.Node, row: Row, local: Sequence[fx.Node], results: Sequence[fx.Node]

@@ -145,12 +145,12 @@ class _Sharding:
             for node, spec in zip(returned(self.module), self.outputs, strict=True)
         ]
         self.graph.output(results).meta["phase"] = "output"
-        made = graph_module(self.module, self.graph)
-        drop_dead(made.graph)
+        built = graph_module(self.module, self.graph)
+        drop_dead(built.graph)
         if self.emit.fakes is None:
-            made.graph.lint()
-            made.recompile()
-        return ShardedGraph(made, held, frozenset(partial))
+            built.graph.lint()
+            built.recompile()
+        return ShardedGraph(built, held, frozenset(partial))
 
     def _placeholder(self, node: fx.Node, spec: GraphInput | None, held: dict[str, Shard]) -> None:
         new = self.graph.placeholder(node.name)
@@ -219,17 +219,17 @@ class _Sharding:
         """A value in the placement in which a call reads it, converted if necessary."""
         value = source_of(tensor)
         known = self.converted[value]
-        made = next(iter(known))
+        built = next(iter(known))
         if need is None:
-            return known[made]
+            return known[built]
         if need not in known:
             self.emit.meta = tensor.meta if value in self.handed else user.meta
-            start = made
+            start = built
             whole = self.placements.versions.get(value) == REPLICATED
             if whole and need != REPLICATED:
                 start = REPLICATED  # kept replicated too: a slice of that is cheap
                 if start not in known:
-                    known[start] = self._converted(tensor, known[made], made, start, user)
+                    known[start] = self._converted(tensor, known[built], built, start, user)
             known[need] = self._converted(tensor, known[start], start, need, user)
             self.padding.add_zero(known[need])
         return known[need]
@@ -270,29 +270,29 @@ class _Sharding:
             return node
         value = source_of(node)
         known = self.converted[value]
-        made = next(iter(known))
+        built = next(iter(known))
         need: Placement = REPLICATED
         if spec.kind == "gradient":
             need = held.get(spec.name, REPLICATED)
-            if made == PARTIAL and need == REPLICATED:
+            if built == PARTIAL and need == REPLICATED:
                 partial.add(spec.name)
-                return known[made]
+                return known[built]
         elif spec.kind == "output" and not self.keep_outputs:
-            return known[made]
+            return known[built]
         before = next(iter(reversed(self.graph.nodes)))
         given = self._given(node, need, node)
         if spec.kind == "gradient" and isinstance(need, Shard):
             self.emit.meta = node.meta
             given = self.padding.zero(given, need)  # else an optimizer would update the padding
-        self._move_up(before, known[made])
+        self._move_up(before, known[built])
         return given
 
-    def _move_up(self, before: fx.Node, made: fx.Node) -> None:
+    def _move_up(self, before: fx.Node, built: fx.Node) -> None:
         """Move the nodes inserted after `before` for a value up to the first point where their
         inputs exist: at the end, sums that wait for it would keep their inputs alive until then."""
         added = list(takewhile(lambda n: n is not before, reversed(self.graph.nodes)))
         for node in reversed(added):
-            after = max([made, *node.all_input_nodes])
+            after = max([built, *node.all_input_nodes])
             if after.op == "placeholder":
                 after = self.graph.find_nodes(op="placeholder")[-1]
             after.append(node)

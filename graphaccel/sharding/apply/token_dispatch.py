@@ -88,10 +88,10 @@ class ChosenRows:
         if experts not in self._tables:
             ranks = self.emit.ranks
             held, share = count // ranks, -(-experts.meta["val"].shape[0] // ranks)
-            made = self.emit.call(ROWS, experts, 0, held, 0, ranks, bind={1: held, 3: share})
-            found = [self.emit.call(operator.getitem, made, k) for k in range(4)]
-            made.meta["chosen"] = found[_OWN].meta["chosen"] = True
-            self._tables[experts] = found
+            built = self.emit.call(ROWS, experts, 0, held, 0, ranks, bind={1: held, 3: share})
+            results = [self.emit.call(operator.getitem, built, k) for k in range(4)]
+            built.meta["chosen"] = results[_OWN].meta["chosen"] = True
+            self._tables[experts] = results
         return self._tables[experts]
 
     def _chosen(self, target: object, *args: object) -> fx.Node:

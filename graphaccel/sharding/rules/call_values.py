@@ -56,8 +56,8 @@ def free_nodes(
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        made = node.target in UNIFORM and node.meta["val"].is_floating_point()
-        if is_random(node) or made or any(n in bound for n in node.all_input_nodes):
+        built = node.target in UNIFORM and node.meta["val"].is_floating_point()
+        if is_random(node) or built or any(n in bound for n in node.all_input_nodes):
             bound.add(node)
         else:
             free.add(node)
@@ -68,16 +68,16 @@ def source_of(node: fx.Node) -> Value:
     """The call that computes a value, and the index among its results."""
     if node.target is operator.getitem:
         source, index = operands(node)
-        made = [k for k, t in enumerate(source.meta["val"]) if isinstance(t, torch.Tensor)]
-        return source, made.index(index)
+        built = [k for k, t in enumerate(source.meta["val"]) if isinstance(t, torch.Tensor)]
+        return source, built.index(index)
     return node, 0
 
 
 def tensor_of(value: Value) -> torch.Tensor:
-    found = value[0].meta["val"]
-    if isinstance(found, torch.Tensor):
-        return found
-    return [t for t in found if isinstance(t, torch.Tensor)][value[1]]
+    result = value[0].meta["val"]
+    if isinstance(result, torch.Tensor):
+        return result
+    return [t for t in result if isinstance(t, torch.Tensor)][value[1]]
 
 
 def looks(node: fx.Node) -> bool:
@@ -110,9 +110,9 @@ def signature(node: fx.Node) -> tuple[Any, ...]:
 
     def seen(value: Any) -> Any:
         if isinstance(value, fx.Node):
-            found = value.meta["val"]
-            if isinstance(found, torch.Tensor):
-                return ("tensor", found.dtype, tuple(found.shape), value.target in UNIFORM)
+            result = value.meta["val"]
+            if isinstance(result, torch.Tensor):
+                return ("tensor", result.dtype, tuple(result.shape), value.target in UNIFORM)
             return ("value",)
         if isinstance(value, (tuple, list)):
             return tuple(map(seen, value))

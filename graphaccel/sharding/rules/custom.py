@@ -41,23 +41,23 @@ def sharding_rule(
     target = _resolved(op)
     groups = tuple(tuple(g) for g in linear)
 
-    def made(node: fx.Node) -> Notation:
+    def built(node: fx.Node) -> Notation:
         return einsum(rule, node, whole=whole.split(), linear=groups, sums=sums)
 
     try:
         node = call_node(target, tuple(example), {})
-        wrong = next(faults(node, made(node)), None)
+        wrong = next(faults(node, built(node)), None)
     except ValueError as error:
         wrong = str(error)
     if wrong is not None:
         raise RuleWrong(op=str(target), rule=rule, reason=wrong)
-    setattr(target, _ATTRIBUTE, made)
+    setattr(target, _ATTRIBUTE, built)
 
 
 def own_rule(node: fx.Node) -> Notation | None:
     """The rule that a user registered for the op of a call, or None."""
-    found = getattr(node.target, _ATTRIBUTE, None)
-    return None if found is None else found(node)
+    result = getattr(node.target, _ATTRIBUTE, None)
+    return None if result is None else result(node)
 
 
 def _resolved(op: Any) -> Any:

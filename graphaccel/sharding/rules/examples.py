@@ -44,8 +44,8 @@ class Examples:
         dims = node.meta["dims"]
         if isinstance(node.meta["val"], torch.Tensor):
             dims = (dims,)
-        made = [each for each in dims if each is not None]
-        pairs = zip(outputs, made, strict=False)
+        built = [each for each in dims if each is not None]
+        pairs = zip(outputs, built, strict=False)
         return any(place == PARTIAL and bool(self.carrying(each)) for place, each in pairs)
 
     def regrouped(self, node: fx.Node, source: fx.Node, place: Placement) -> Placement | None:
@@ -53,8 +53,8 @@ class Examples:
         None where it mixes examples. place: of the source."""
         dim, outer = sharded_dim(place) or (0, ANY)
         if outer != ANY:
-            found = reshaped(shape_of(source), shape_of(node), dim, outer, self.size)
-            return None if found is None else placed_at(*found)
+            result = reshaped(shape_of(source), shape_of(node), dim, outer, self.size)
+            return None if result is None else placed_at(*result)
         sizes = node.meta["dims"]
         carry = self.carrying(sizes)
         if len(carry) != 1:

@@ -32,9 +32,9 @@ def lowered_rows(
     node: fx.Node, ranks: int, inputs: Sequence[Shards], outputs: Sequence[Shards]
 ) -> Iterator[Row]:
     """The strategies of a call that need a rewrite (`sharding.rules.strategies.rows_of`)."""
-    made = _LOWERED.get(node.target)
-    if made is not None:
-        yield from made(node, ranks, inputs, outputs)
+    built = _LOWERED.get(node.target)
+    if built is not None:
+        yield from built(node, ranks, inputs, outputs)
 
 
 def _embedding(
@@ -59,8 +59,8 @@ def _embedding_backward(
 
 def _first_dims(known: Shards, shape: Sequence[int], ranks: int) -> list[Shard]:
     """Shards of dim 0: always the even one, a padded one if it is among the known shards."""
-    found = {s for s in known if s.dim == 0 and s.padding} | {Shard(0)}
-    return [s for s in sorted(found) if s.fits(shape, ranks)]
+    result = {s for s in known if s.dim == 0 and s.padding} | {Shard(0)}
+    return [s for s in sorted(result) if s.fits(shape, ranks)]
 
 
 def _look_up(
@@ -125,8 +125,8 @@ def _labelled(
 def _classes(known: Shards, scores: Sequence[int], ranks: int) -> list[Shard]:
     if len(scores) != 2:
         return []
-    found = {s for s in known if s.dim == 1 and s.padding} | {Shard(1)}
-    return [s for s in sorted(found) if s.fits(scores, ranks)]
+    result = {s for s in known if s.dim == 1 and s.padding} | {Shard(1)}
+    return [s for s in sorted(result) if s.fits(scores, ranks)]
 
 
 def _labelled_backward(
@@ -146,9 +146,9 @@ def _added_matmul(
     """addmm with a sharded inner dim: the added term must be a partial sum."""
     left, right = (shape_of(t) for t in tensor_arguments(node)[1:])
     last, first = len(left) - 1, len(right) - 2
-    found = {(s.outer, s.padding) for s in inputs[1] if s.dim == last}
-    found |= {(s.outer, s.padding) for s in inputs[2] if s.dim == first}
-    for outer, padding in sorted(found):
+    results = {(s.outer, s.padding) for s in inputs[1] if s.dim == last}
+    results |= {(s.outer, s.padding) for s in inputs[2] if s.dim == first}
+    for outer, padding in sorted(results):
         split, other = Shard(last, outer, padding), Shard(first, outer, padding)
         if split.fits(left, ranks):
             yield Row((PARTIAL, split, other), (PARTIAL,))

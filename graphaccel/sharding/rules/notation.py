@@ -81,24 +81,24 @@ def _occurs(rule: Notation, name: str) -> bool:
 
 def tensor_arguments(node: fx.Node) -> list[fx.Node]:
     """The nodes among a call's arguments that are tensors, in order, repetitions included."""
-    found: list[fx.Node] = []
-    _collect(node.args, found)
+    nodes: list[fx.Node] = []
+    _collect(node.args, nodes)
     if node.kwargs:
-        _collect(node.kwargs.values(), found)
-    return found
+        _collect(node.kwargs.values(), nodes)
+    return nodes
 
 
-def _collect(values: Iterable[Any], found: list[fx.Node]) -> None:
+def _collect(values: Iterable[Any], nodes: list[fx.Node]) -> None:
     for value in values:
         if isinstance(value, fx.Node):
             if isinstance(value.meta.get("val"), torch.Tensor):
-                found.append(value)
+                nodes.append(value)
         elif isinstance(value, (tuple, list)):
-            _collect(value, found)
+            _collect(value, nodes)
         elif isinstance(value, dict):
-            _collect(value.values(), found)
+            _collect(value.values(), nodes)
         elif isinstance(value, slice):
-            _collect((value.start, value.stop, value.step), found)
+            _collect((value.start, value.stop, value.step), nodes)
 
 
 Rule = Callable[[fx.Node], Notation]
@@ -239,7 +239,7 @@ def groups(
     """Dims of both shapes in groups of equal products; dims of size one are in none."""
     left = [d for d, n in enumerate(source) if n != 1]
     right = [d for d, n in enumerate(target) if n != 1]
-    found = []
+    results = []
     i = j = 0
     while i < len(left) and j < len(right):
         a, b, m, n = [left[i]], [right[j]], source[left[i]], target[right[j]]
@@ -247,18 +247,18 @@ def groups(
             if m < n:
                 i += 1
                 if i == len(left):
-                    return found
+                    return results
                 a.append(left[i])
                 m *= source[left[i]]
             else:
                 j += 1
                 if j == len(right):
-                    return found
+                    return results
                 b.append(right[j])
                 n *= target[right[j]]
-        found.append((tuple(a), tuple(b)))
+        results.append((tuple(a), tuple(b)))
         i, j = i + 1, j + 1
-    return found
+    return results
 
 
 def reshaped(

@@ -87,8 +87,8 @@ Shards: TypeAlias = frozenset[Shard]
 
 def shards_of(rows: Sequence[Row]) -> tuple[tuple[Shards, ...], tuple[Shards, ...]]:
     """The shards in the strategies of one call: of each tensor it reads, and of each it returns."""
-    given, made = zip(*((row.inputs, row.outputs) for row in rows), strict=True)
-    return _by_position(given), _by_position(made)
+    given, built = zip(*((row.inputs, row.outputs) for row in rows), strict=True)
+    return _by_position(given), _by_position(built)
 
 
 def _by_position(placements: Sequence[Sequence[Placement | None]]) -> tuple[Shards, ...]:

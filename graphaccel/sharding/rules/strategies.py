@@ -51,38 +51,38 @@ def rows_of(
     are listed or not.
     """
     count, results = len(inputs), len(outputs)
-    found: dict[Row, None] = {
+    collected: dict[Row, None] = {
         Row((REPLICATED,) * count, (REPLICATED,) * results, divided=False): None
     }
     notation = rule_of(node)
     if notation is None:
-        return tuple(found)
+        return tuple(collected)
     floating = _is_floating(node)
     if node.target in _CARRY:
         for sources, targets in _carried(node, ranks, inputs, outputs):
-            found[Row(sources, targets)] = None
+            collected[Row(sources, targets)] = None
     elif node.target in UNIFORM | COUNTS:
         for row in _factories(node, ranks, outputs):
-            found[row] = None
+            collected[row] = None
     else:
         for index, like in _indices(notation, inputs, outputs):
             if (like.padding or like.by) and not _takes_loose(node, like):
                 continue
             row = _sharded(node, notation, index, like, ranks)
             if row is not None:
-                found[row] = None
+                collected[row] = None
     for row in lowered_rows(node, ranks, inputs, outputs):
-        found[row] = None
+        collected[row] = None
     if floating:
         for group in notation.linear:
-            found[
+            collected[
                 Row(
                     tuple(PARTIAL if i in group else REPLICATED for i in range(count)),
                     tuple(REPLICATED if k in notation.kept else PARTIAL for k in range(results)),
                     divided=False,
                 )
             ] = None
-    return tuple(found)
+    return tuple(collected)
 
 
 def _is_floating(node: fx.Node) -> bool:
@@ -104,15 +104,15 @@ def _indices(
 ) -> list[tuple[str, Shard]]:
     """The indices that may be sharded, each with the form of its shard (dim 0 stands for its
     dim)."""
-    found: dict[tuple[str, Shard], None] = {}
+    collected: dict[tuple[str, Shard], None] = {}
     for names, shards in (
         *zip(notation.inputs, inputs, strict=True),
         *zip(notation.outputs, outputs, strict=True),
     ):
         for shard in sorted(shards):
             if shard.dim < len(names):
-                found[(names[shard.dim], replace(shard, dim=0))] = None
-    return list(found)
+                collected[(names[shard.dim], replace(shard, dim=0))] = None
+    return list(collected)
 
 
 # Ops that compute each position of a dim alone, or sum over it: padding may be sharded too.
@@ -222,8 +222,8 @@ def _regroup(
         if group is None or not len(group[0]) == len(group[1]) == 1:
             return None
         return replace(shard, dim=group[1][0])
-    found = reshaped(source, target, shard.dim, shard.outer, ranks)
-    return None if found is None else Shard(*found)
+    result = reshaped(source, target, shard.dim, shard.outer, ranks)
+    return None if result is None else Shard(*result)
 
 
 Pair: TypeAlias = tuple[Shard, Shard]

@@ -52,10 +52,10 @@ RULES: Rules = MappingProxyType(
 
 def rule_of(node: fx.Node) -> Notation | None:
     """The rule of a call, or None."""
-    found = RULES.get(node.target)
-    if found is not None:
+    result = RULES.get(node.target)
+    if result is not None:
         try:
-            return found(node)
+            return result(node)
         except ZeroDivisionError:  # a dim of a 0-d tensor, which torch allows
             return kept_whole(node)
         except NotImplementedError:  # a form of the call that its rule does not cover

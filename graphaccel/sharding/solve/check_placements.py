@@ -44,17 +44,17 @@ def checked(
     rows = {}
     for node, row in placements.rows.items():
         rows[node] = _legal(row, space.rows[node], names[node])
-    found = Placements(rows, placements.held, placements.versions, 0.0)
+    result = Placements(rows, placements.held, placements.versions, 0.0)
     for value, place in placements.versions.items():
         if place not in problem.second_places(value):
             said = placement_text(place)
             raise ValueError(f"{names[value[0]]} can not keep result {value[1]} {said}")
-        if problem.conversion(value, found.of(value), place) == inf:
+        if problem.conversion(value, result.of(value), place) == inf:
             raise ValueError(f"{names[value[0]]} can not be kept {placement_text(place)}")
     for node in space.calls:
-        _check_reads(problem, found, node, names)
-    _check_results(problem, found, names)
-    return found
+        _check_reads(problem, result, node, names)
+    _check_results(problem, result, names)
+    return result
 
 
 def _legal(row: Row, allowed: Sequence[Row], name: Name) -> Row:

@@ -78,7 +78,7 @@ def by_heads(
     for node in calls:
         for value in reads[node]:
             users.setdefault(value, []).append(node)
-    found: set[fx.Node] = set()
+    results: set[fx.Node] = set()
     for node in attention:
         repeats = [list(_repeats(reads[node][at], reads)) for at in _KEYS[node.target]]
         own = [node, *chain(*repeats)]
@@ -87,10 +87,10 @@ def by_heads(
         tensors = [tensor_of(v) for n in own for v in _without_masks(n, reads, gives)]
         if any(t.shape[_HEADS] % (ranks * inner) for t in tensors if t.dim() == 4):
             return ByHeads()
-        found.update(own)
-    values = {v for n in found for v in _without_masks(n, reads, gives)}
+        results.update(own)
+    values = {v for n in results for v in _without_masks(n, reads, gives)}
     seeds = dict.fromkeys(v for n in attention for v in _without_masks(n, reads, gives))
-    return ByHeads(frozenset(found), frozenset(values), tuple(seeds))
+    return ByHeads(frozenset(results), frozenset(values), tuple(seeds))
 
 
 def context_notes(
@@ -102,17 +102,17 @@ def context_notes(
         return ()
     before = [_sizes(n) for n in whole if n.target is _FORWARD]
     lengths, most = {tuple(own[1:]) for own in before}, max((own[0] for own in before), default=0)
-    found: set[str] = set()
+    results: set[str] = set()
     for node in nodes:
         if node.target is _sends.all_to_all_single.default and "context" in node.args:
-            found.add("heads")
+            results.add("heads")
         elif node.target is _FORWARD:
             heads, *own = _sizes(node)
             few = "heads" if heads * tensor < most else "whole"
-            found.add(few if tuple(own) in lengths else "sequence")
-    if "heads" in found:
-        found.discard("whole")  # a consequence of sharding by heads
-    said = [text for way, text in _REASONS.items() if way in found]
+            results.add(few if tuple(own) in lengths else "sequence")
+    if "heads" in results:
+        results.discard("whole")  # a consequence of sharding by heads
+    said = [text for way, text in _REASONS.items() if way in results]
     return ("attention on the context axis: " + "; or ".join(said),) if said else ()
 
 
@@ -133,8 +133,8 @@ def attention_rows(node: fx.Node, rows: tuple[Row, ...], context_by: str) -> tup
 
 def split(shape: Sequence[int], ranks: int, inner: int) -> Shards:
     """Head shards of one of attention's tensors: within each part of a rank of the tensor axis."""
-    found = shard_of(_HEADS, inner, shape, ranks)
-    return frozenset({found} if found.fits(shape, ranks) else ())
+    result = shard_of(_HEADS, inner, shape, ranks)
+    return frozenset({result} if result.fits(shape, ranks) else ())
 
 
 def _without_masks(
@@ -152,12 +152,12 @@ def _of_heads(value: Value, shard: Shard) -> bool:
 
 def _repeats(value: Value, reads: Mapping[fx.Node, Sequence[Value]]) -> Iterator[fx.Node]:
     """The calls that repeat a key head for its queries, back from what attention reads."""
-    found, node = [], value[0]
+    result, node = [], value[0]
     while node.target in _REPEATS and len(reads[node]) == 1:
-        found.append(node)
+        result.append(node)
         node = reads[node][0][0]
-    last = max((k for k, n in enumerate(found) if n.target is aten.expand.default), default=-1)
-    for k, each in enumerate(found):
+    last = max((k for k, n in enumerate(result) if n.target is aten.expand.default), default=-1)
+    for k, each in enumerate(result):
         if k <= last or (last >= 0 and each.target is aten.unsqueeze.default and k == last + 1):
             yield each
 

@@ -132,15 +132,15 @@ class PlacementProblem:
                 variables[value] = len(choices)
                 choices.append(self.second_places(value))
         tables = list(self._tables(variables, choices, users))
-        found = cheapest_assignment([len(c) for c in choices], tables)
-        chosen = {key: choices[i][found.values[i]] for key, i in variables.items()}
+        result = cheapest_assignment([len(c) for c in choices], tables)
+        chosen = {key: choices[i][result.values[i]] for key, i in variables.items()}
         names = {i: key for key, i in variables.items()}
         return Placements(
             {n: chosen[n] for n in self.space.calls},
             {n: chosen[n] for n in self.space.held},
             {k: p for k, p in chosen.items() if isinstance(k, tuple) and p is not None},
-            found.cost,
-            tuple(n for i in found.guessed if isinstance(n := names[i], fx.Node)),
+            result.cost,
+            tuple(n for i in result.guessed if isinstance(n := names[i], fx.Node)),
         )
 
     def second_places(self, value: Value) -> tuple[Placement | None, ...]:
@@ -197,37 +197,37 @@ class PlacementProblem:
                         yield Table((variables[user],), costs[0])
                 continue
             own = choices[variables[node]]
-            made = own if node in self.space.held else self._computed_in(node, value[1])
+            built = own if node in self.space.held else self._computed_in(node, value[1])
             if value not in variables:
                 for user, position in uses:
-                    yield from self._pair(variables, value, made, user, position, gradients)
+                    yield from self._pair(variables, value, built, user, position, gradients)
                 continue
             kept = choices[variables[value]]
-            yield Table((variables[node], variables[value]), self._conversions(value, made, kept))
+            yield Table((variables[node], variables[value]), self._conversions(value, built, kept))
             for user, position in uses:
-                yield self._triple(variables, value, made, kept, user, position, gradients)
+                yield self._triple(variables, value, built, kept, user, position, gradients)
 
     def _gradients(self, variables: Mapping[Any, int]) -> dict[Value, list[fx.Node]]:
         """Value → the parameters it is the gradient of."""
         by_name = {spec.name: n for n, spec in self.space.kinds.items() if spec.kind == "parameter"}
-        found: dict[Value, list[fx.Node]] = {}
+        results: dict[Value, list[fx.Node]] = {}
         for node, spec in self.space.outputs:
             if spec.kind == "gradient":
-                found.setdefault(source_of(node), []).append(by_name[spec.name])
-        return found
+                results.setdefault(source_of(node), []).append(by_name[spec.name])
+        return results
 
     def _pair(
         self,
         variables: Mapping[Any, int],
         value: Value,
-        made: Sequence[Placement],
+        built: Sequence[Placement],
         user: fx.Node,
         position: int,
         gradients: Mapping[Value, Sequence[fx.Node]],
     ) -> Iterator[Table]:
         node = value[0]
         if position >= 0:
-            costs = self._conversions(value, made, self._needs(user, position))
+            costs = self._conversions(value, built, self._needs(user, position))
             if user is node:
                 costs = np.diagonal(costs)
                 yield Table((variables[node],), costs)
@@ -236,16 +236,16 @@ class PlacementProblem:
             return
         for parameter in gradients.get(value, ()):
             resting = self.space.resting_places(parameter)
-            costs = self._conversions(value, made, resting) * self.late
+            costs = self._conversions(value, built, resting) * self.late
             yield Table((variables[node], variables[parameter]), costs)
         if value not in gradients:
-            yield Table((variables[node],), self._conversions(value, made, (REPLICATED,))[:, 0])
+            yield Table((variables[node],), self._conversions(value, built, (REPLICATED,))[:, 0])
 
     def _triple(
         self,
         variables: Mapping[Any, int],
         value: Value,
-        made: Sequence[Placement],
+        built: Sequence[Placement],
         kept: Sequence[Placement | None],
         user: fx.Node,
         position: int,
@@ -260,12 +260,12 @@ class PlacementProblem:
         else:
             needs, third = (REPLICATED,), -1
         late = self.late if position < 0 and value in gradients else 1.0
-        key = self._moved(value), late, id(made), id(kept), id(needs)
+        key = self._moved(value), late, id(built), id(kept), id(needs)
         if key not in self._costs:
-            direct = self._conversions(value, made, needs) * late
+            direct = self._conversions(value, built, needs) * late
             second = np.array([[self._convert_second(value, k, n) for n in needs] for k in kept])
             costs = np.minimum(direct[:, None, :], second[None, :, :])
-            self._costs[key] = self._kept_alive(costs, made, kept, needs)
+            self._costs[key] = self._kept_alive(costs, built, kept, needs)
         costs = self._costs[key]
         if third < 0:
             return Table((variables[value[0]], variables[value]), costs[:, :, 0])
@@ -300,12 +300,12 @@ class PlacementProblem:
         return self._columns[key]
 
     def _conversions(
-        self, value: Value, made: Sequence[Placement], needs: Sequence[Placement | None]
+        self, value: Value, built: Sequence[Placement], needs: Sequence[Placement | None]
     ) -> np.ndarray:
-        key = self._moved(value), id(made), id(needs)
+        key = self._moved(value), id(built), id(needs)
         if key not in self._costs:
-            costs = np.array([[self.conversion(value, p, q) for q in needs] for p in made])
-            self._costs[key] = self._kept_alive(costs, made, needs)
+            costs = np.array([[self.conversion(value, p, q) for q in needs] for p in built])
+            self._costs[key] = self._kept_alive(costs, built, needs)
         return self._costs[key]
 
     def _kept_alive(self, costs: np.ndarray, *by: object) -> np.ndarray:
@@ -318,8 +318,8 @@ class PlacementProblem:
         still in flight, and whether it is a parameter or a view of one."""
         if value not in self._known_moved:
             tensor, unfinished = tensor_of(value), value[0].target in _UNFINISHED
-            found = self._bytes(tensor), tensor.is_floating_point(), unfinished
-            self._known_moved[value] = *found, value[0] in self.space.resting
+            results = self._bytes(tensor), tensor.is_floating_point(), unfinished
+            self._known_moved[value] = *results, value[0] in self.space.resting
         return self._known_moved[value]
 
     def conversion(self, value: Value, source: Placement, target: Placement | None) -> float:

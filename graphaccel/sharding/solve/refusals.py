@@ -50,7 +50,7 @@ def _stuck(
             if not fitting:
                 return user
             if len(user.all_input_nodes) == 1:
-                found = [_stuck(rows, user, row.outputs[0]) for row in fitting]
-                if all(found):
-                    return found[0]
+                results = [_stuck(rows, user, row.outputs[0]) for row in fitting]
+                if all(results):
+                    return results[0]
     return None

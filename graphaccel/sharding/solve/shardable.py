@@ -128,11 +128,11 @@ class Shardable:
         """Where attention can be sharded by heads on the context axis. Raises HeadsDoNotDivide."""
         if self.axis != "context" or context_by == "sequence":
             return ByHeads()
-        found = by_heads(self.calls, self._reads, self._gives, self.ranks, self.inner)
-        if context_by == "heads" and not found.calls:
+        match = by_heads(self.calls, self._reads, self._gives, self.ranks, self.inner)
+        if context_by == "heads" and not match.calls:
             over = f"context={self.ranks} x tensor={self.inner}"
             raise HeadsDoNotDivide(f"there is no attention whose heads divide by {over}")
-        return found
+        return match
 
     def resting_places(self, node: fx.Node) -> tuple[Placement, ...]:
         """The possible placements of a parameter or buffer: its pin, or replicated and its
@@ -176,15 +176,15 @@ class Shardable:
             if not isinstance(node.meta["val"], torch.Tensor):
                 continue
             shape = shape_of(node)
-            found = set()
+            results = set()
             if self.axis == "tensor" and self.kinds[node].kind == "parameter":
-                found = {Shard(d) for d in range(len(shape))} | self._padded(shape)
+                results = {Shard(d) for d in range(len(shape))} | self._padded(shape)
             if self.axis == "expert" and len(shape) == 3:
-                found = {Shard(0)}
+                results = {Shard(0)}
             pin = self.pins.get(self.kinds[node].name)
             if isinstance(pin, Shard):
-                found.add(pin)
-            self.shards[(node, 0)] = frozenset(s for s in found if s.fits(shape, self.ranks))
+                results.add(pin)
+            self.shards[(node, 0)] = frozenset(s for s in results if s.fits(shape, self.ranks))
         tensor = SEQUENCE if self.sequence else None
         wanted = {"tensor": tensor, "context": SEQUENCE, "expert": BATCH}.get(self.axis)
         for node in self.calls:
@@ -192,12 +192,12 @@ class Shardable:
             several = isinstance(node.meta["val"], (tuple, list))
             for k, shape in enumerate(output_shapes(node)):
                 sizes = dims[k] if several and k < len(dims) else dims
-                found = {
+                results = {
                     Shard(d)
                     for d, size in enumerate(sizes[: len(shape)] if not several or sizes else ())
                     if wanted is not None and size == wanted
                 }
-                self.shards[(node, k)] = frozenset(s for s in found if s.fits(shape, self.ranks))
+                self.shards[(node, k)] = frozenset(s for s in results if s.fits(shape, self.ranks))
         for value in self.heads.seeds:
             self._add(value, split(tensor_of(value).shape, self.ranks, self.inner))
 
@@ -214,11 +214,11 @@ class Shardable:
         rows = self._rows(node)
         if id(rows) not in self._shards_of:
             self._shards_of[id(rows)] = shards_of(rows)
-        given, made = self._shards_of[id(rows)]
+        given, built = self._shards_of[id(rows)]
         for source, shards in zip(self._reads[node], given, strict=True):
             if source in self.shards:
                 self._add(source, shards, resting=source[0] in self.resting)
-        for value, shards in zip(self._gives[node], made, strict=True):
+        for value, shards in zip(self._gives[node], built, strict=True):
             self._add(value, shards)
 
     def _add(self, value: Value, shards: Shards, *, resting: bool = False) -> None:
@@ -249,8 +249,8 @@ class Shardable:
         does."""
         if self.axis != "expert" and self.examples != 1:
             given = zip(self._reads[node], row.inputs, strict=True)
-            made = zip(self._gives[node], row.outputs, strict=True)
-            if any(splits_batch(v, p) for v, p in (*given, *made)):
+            built = zip(self._gives[node], row.outputs, strict=True)
+            if any(splits_batch(v, p) for v, p in (*given, *built)):
                 return False
         if row.lowering in ("expert_product", "expert_gradient"):
             return self.axis == "expert"  # other axes need equally many rows a rank

@@ -34,33 +34,41 @@ def transferred_placements(
 ) -> Placements | None:
     """Placements of `graph`, where `placed` has `more` layers (1 or -1) of `run`; None where the
     correspondence is ambiguous. run: as numbered in both."""
-    twins = _matching(placed, placed_inputs, graph, inputs, run, more)
-    if twins is None or known.guessed:
+    counterparts = _matching(placed, placed_inputs, graph, inputs, run, more)
+    if counterparts is None or known.guessed:
         return None
-    rows = {node: known.rows[twin] for node, twin in twins.items() if twin in known.rows}
+    rows = {
+        node: known.rows[counterpart]
+        for node, counterpart in counterparts.items()
+        if counterpart in known.rows
+    }
     if any(isinstance(p, Shard) and p.by for r in rows.values() for p in (*r.inputs, *r.outputs)):
         return None  # by a name that the other graph does not have
     several = {node for node, _ in known.versions}
     versions = {}
-    for node, twin in twins.items():
-        for k in range(len(output_shapes(node)) if twin in several else 0):
-            if (twin, k) in known.versions:
-                versions[node, k] = known.versions[twin, k]
-    held = {node: known.held[twin] for node, twin in twins.items() if twin in known.held}
-    found = Placements(rows, held, versions, known.seconds)
-    for node, twin in twins.items():
+    for node, counterpart in counterparts.items():
+        for k in range(len(output_shapes(node)) if counterpart in several else 0):
+            if (counterpart, k) in known.versions:
+                versions[node, k] = known.versions[counterpart, k]
+    held = {
+        node: known.held[counterpart]
+        for node, counterpart in counterparts.items()
+        if counterpart in known.held
+    }
+    placements = Placements(rows, held, versions, known.seconds)
+    for node, counterpart in counterparts.items():
         if node.op != "call_function":
             continue
-        read, theirs = tensor_arguments(node), tensor_arguments(twin)
+        read, theirs = tensor_arguments(node), tensor_arguments(counterpart)
         if len(read) != len(theirs):
             return None
         for one, other in zip(read, theirs, strict=True):
             if one.meta["val"].shape != other.meta["val"].shape:
                 return None
             own, its = source_of(one), source_of(other)
-            if found.of(own) != known.of(its) or versions.get(own) != known.versions.get(its):
+            if placements.of(own) != known.of(its) or versions.get(own) != known.versions.get(its):
                 return None
-    return found
+    return placements
 
 
 def _matching(
@@ -73,7 +81,7 @@ def _matching(
 ) -> dict[fx.Node, fx.Node] | None:
     """Node → its counterpart. An added middle layer copies the first; a removed one is unused."""
     theirs = _by_module(placed, placed_inputs)
-    found: dict[fx.Node, fx.Node] = {}
+    results: dict[fx.Node, fx.Node] = {}
     for (phase, path), nodes in _by_module(graph, inputs).items():
         number = run.number(path)
         lying = path if number is None or number < 2 else run.entry(path, number + more)
@@ -82,21 +90,21 @@ def _matching(
             n.target for n in same if n.op != "placeholder"
         ] or len(nodes) != len(same):
             return None
-        found |= zip(nodes, same, strict=True)
-    return found
+        results |= zip(nodes, same, strict=True)
+    return results
 
 
 def _by_module(
     graph: fx.Graph, inputs: Sequence[GraphInput]
 ) -> dict[tuple[str, str], list[fx.Node]]:
     """(phase, module path) → its nodes in order; inputs by their names."""
-    found: dict[tuple[str, str], list[fx.Node]] = defaultdict(list)
+    results: dict[tuple[str, str], list[fx.Node]] = defaultdict(list)
     names = iter(inputs)
     for node in graph.nodes:
         if node.op == "placeholder":
             spec = next(names, None)
-            found["input", spec.name if spec is not None else node.name].append(node)
+            results["input", spec.name if spec is not None else node.name].append(node)
         elif node.op != "output":
             path = node.meta.get("module", "")
-            found[node.meta.get("phase", "forward"), path].append(node)
-    return found
+            results[node.meta.get("phase", "forward"), path].append(node)
+    return results

@@ -119,7 +119,7 @@ class _Solver:
         """Drop values that another value of the variable beats whatever the others are; a variable
         with one value left is fixed."""
         waiting = dict.fromkeys(sorted(left))
-        found = False
+        result = False
         while waiting:
             v = next(iter(waiting))
             del waiting[v]
@@ -131,12 +131,12 @@ class _Solver:
                 continue
             beaten = self._beaten(v)
             if any(beaten):
-                found = True
+                result = True
                 self._keep(v, np.flatnonzero(np.logical_not(beaten)))
                 waiting |= dict.fromkeys((v, *sorted(self.neighbours[v])))
             else:
                 self.settled.add(v)
-        return found
+        return result
 
     def _beaten(self, v: int) -> list[bool]:
         """Which values of v are beaten by another one whatever the other variables are."""
@@ -194,9 +194,9 @@ class _Solver:
         self.order.append((v, self.kept[v], {u: self.kept[u] for u in around}, best))
         self._release(v, around)
         if around:
-            made = Table(around, np.minimum.reduce(total, axis=-1))
-            self.tables[self.next] = made
-            self._index(self.next, made)
+            built = Table(around, np.minimum.reduce(total, axis=-1))
+            self.tables[self.next] = built
+            self._index(self.next, built)
             self.next += 1
         return set(around)
 

@@ -71,8 +71,8 @@ def _aligned(indices: Indices, rank: int) -> Indices:
     at = indices.index("...")
     count = rank - len(indices) + 1
     dots = tuple(f".{count - k}" for k in range(count))
-    found = (*indices[:at], *dots, *indices[at + 1 :])
-    return tuple("1" if i.isdigit() else i for i in found)
+    results = (*indices[:at], *dots, *indices[at + 1 :])
+    return tuple("1" if i.isdigit() else i for i in results)
 
 
 def _outputs(specs: Sequence[T], node: fx.Node) -> tuple[Indices, ...]:

@@ -45,13 +45,13 @@ def matrices(
         results = output_shapes(node)
         unasked = {k for k, s in enumerate(results) if 0 in s}
         given = [_batched(s, n, lead) for s, n in zip(shapes, inputs, strict=True)]
-        made = [_batched(s, n, lead) for s, n in zip(results, outputs, strict=True)]
+        built = [_batched(s, n, lead) for s, n in zip(results, outputs, strict=True)]
         if columns is not None:
             given[columns] = (*given[columns][:-1], "k")
-            made[0] = (*made[0][:-1], "k")
+            built[0] = (*built[0][:-1], "k")
         return Notation(
             tuple(given),
-            tuple(made),
+            tuple(built),
             linear=tuple(frozenset(g) for g in linear),
             sums=False,
             kept=frozenset(kept) | unasked,

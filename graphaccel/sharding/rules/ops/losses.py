@@ -80,10 +80,10 @@ def _elementwise_loss(node: fx.Node) -> Notation:
 def _elementwise_loss_backward(node: fx.Node) -> Notation:
     """Linear in the incoming gradient, one number unless nothing was reduced. A mean divides by the
     number of elements, so nothing may be sharded."""
-    found = broadcast(node, linear=[(0,)])
+    result = broadcast(node, linear=[(0,)])
     if arguments(node)["reduction"] == _MEAN:
-        return Notation(found.inputs, found.outputs, frozenset(found.outputs[0]), found.linear)
-    return found
+        return Notation(result.inputs, result.outputs, frozenset(result.outputs[0]), result.linear)
+    return result
 
 
 def _margins(node: fx.Node) -> Notation:

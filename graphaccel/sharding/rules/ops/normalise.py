@@ -91,8 +91,8 @@ def _weight_norm(node: fx.Node) -> Notation:
 
 
 def _weight_norm_backward(node: fx.Node) -> Notation:
-    found = _weight_norm(node)
-    return Notation(found.inputs, found.outputs, linear=_FIRST, sums=False)
+    result = _weight_norm(node)
+    return Notation(result.inputs, result.outputs, linear=_FIRST, sums=False)
 
 
 RULES: Rules = MappingProxyType(

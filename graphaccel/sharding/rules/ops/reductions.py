@@ -73,9 +73,9 @@ def _all(node: fx.Node) -> Notation:
 def _mean(node: fx.Node) -> Notation:
     """A mean needs its reduced dims unsharded: canonical form has sums where a mean is over the
     batch."""
-    found = _reduce(linear=True)(node)
-    gone = set(found.inputs[0]) - set(found.outputs[0])
-    return Notation(found.inputs, found.outputs, frozenset(gone), found.linear, sums=False)
+    result = _reduce(linear=True)(node)
+    gone = set(result.inputs[0]) - set(result.outputs[0])
+    return Notation(result.inputs, result.outputs, frozenset(gone), result.linear, sums=False)
 
 
 _SUM = _reduce(linear=True)

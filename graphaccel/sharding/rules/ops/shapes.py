@@ -36,8 +36,8 @@ def _reshape(node: fx.Node) -> Notation:
 def _squeeze(node: fx.Node) -> Notation:
     """Without dims none may be sharded, as a shard of size one would be squeezed too (canonical
     form names the dims)."""
-    found = _reshape(node)
-    return Notation(found.inputs, found.outputs, frozenset(found.inputs[0]), _FIRST)
+    result = _reshape(node)
+    return Notation(result.inputs, result.outputs, frozenset(result.inputs[0]), _FIRST)
 
 
 def _permute(node: fx.Node) -> Notation:
