@@ -338,21 +338,27 @@ class ConflictingPins(GraphAccelError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class NotElementwise(GraphAccelError):
-    """An optimizer cannot work on shards. known: names of those that can."""
+    """An optimizer cannot work on shards. known: names of those that can. of_torch: it is torch's,
+    and looks at more than one number at once."""
 
     code = "GA211"
     optimizer: str
     known: tuple[str, ...]
+    of_torch: bool = False
 
     def message(self) -> Message:
+        own = (
+            f"if it treats every number by itself:  {self.optimizer}.graphaccel_elementwise = True",
+        )
         return Message(
-            f"{self.optimizer} is not known to work on shards of parameters",
+            f"{self.optimizer} "
+            + ("does not work" if self.of_torch else "is not known to work")
+            + " on shards of parameters",
             why="the plan shards parameters or optimizer state, and a step on a shard must be that "
             "shard of the step on the whole",
             help=(
                 f"these do:  {', '.join(self.known)}",
-                "if it treats every number by itself:  "
-                f"{self.optimizer}.graphaccel_elementwise = True",
+                *(() if self.of_torch else own),
                 "or keep parameters and optimizer state whole:  zero=0, tensor=1",
             ),
         )

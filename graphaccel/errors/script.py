@@ -258,22 +258,35 @@ class PartOfModel(GraphAccelError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class ElsewhereNeeded(GraphAccelError):
-    """An op needs the values of a tensor of another pipeline rank. op: its name."""
+    """An op needs the values of a tensor of another pipeline rank. op: its name. optimizer: the
+    class of the optimizer whose step it is in, if it is."""
 
     code = "GA408"
     op: str
     location: Location | None = None
+    optimizer: str = ""
 
     def message(self) -> Message:
+        op, why = self.op, "a process holds the stages that it runs, and the others hold the rest"
+        helps = (
+            "bring all of them here first:  state = graphaccel.full_state_dict(model)",
+            "or make averages and copies of the model when it has its plan:  "
+            "graphaccel.optimize(model, optimizer, example_batch=batch)",
+        )
+        if self.optimizer:
+            op = f"{self.optimizer}.step"
+            why += f"; {self.optimizer} computes with all parameters at once"
+            helps = (
+                "train with one that updates each by itself:  "
+                "optimizer = torch.optim.AdamW(model.parameters())",
+                "or give each process the whole model:  "
+                "graphaccel.optimize(model, optimizer, pipeline=1)",
+            )
         return Message(
-            f"`{self.op}` needs the values of a parameter that lies on another pipeline rank",
+            f"`{op}` needs the values of a parameter that lies on another pipeline rank",
             location=self.location,
-            why="a process holds the stages that it runs, and the others hold the rest",
-            help=(
-                "bring all of them here first:  state = graphaccel.full_state_dict(model)",
-                "or make averages and copies of the model when it has its plan:  "
-                "graphaccel.optimize(model, optimizer, example_batch=batch)",
-            ),
+            why=why,
+            help=helps,
         )
 
 

@@ -149,31 +149,68 @@ def test_what_needs_no_gradient_is_left_as_it_was() -> None:
 
 
 class Clamped(nn.Module):
-    """Changes a value that has a gradient behind the gradient's back."""
+    """Changes a value that has a gradient behind the gradient's back, or a weight; or as the help
+    says."""
 
-    def __init__(self) -> None:
+    def __init__(self, way: str) -> None:
         super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
+        self.way, self.first = way, nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.first(x)
-        with torch.no_grad():
-            hidden[0].clamp_(-1, 1)
-        return hidden.square().sum()
+        if self.way == "weight":
+            self.first.weight.data.clamp_(-0.1, 0.1)
+        x = self.first(x)
+        if self.way == "value":
+            with torch.no_grad():
+                x.clamp_(-1, 1)
+        if self.way == "copy":
+            x = x + (x.clamp(-1, 1) - x).detach()
+        return x.square().sum()
 
 
-def test_a_write_that_the_gradient_would_not_know_of_is_refused() -> None:
+VALUE = (
+    "x.clamp_(-1, 1)",
+    "a value that has a gradient is changed in place (clamp_)",
+    "write to a copy that has its gradient:  x = x + (x.clamp(-1, 1) - x).detach()",
+)
+WEIGHT = (
+    "self.first.weight.data.clamp_(-0.1, 0.1)",
+    "the parameter `first.weight` is changed in place (clamp_)",
+    "leave that to the script, after optimizer.step():  with torch.no_grad(): "
+    "model.get_parameter('first.weight').clamp_(-0.1, 0.1)",
+)
+
+
+@pytest.mark.parametrize(("way", "said"), [("value", VALUE), ("weight", WEIGHT)])
+def test_a_write_that_the_gradient_would_not_know_of_is_refused(
+    way: str, said: tuple[str, str, str]
+) -> None:
     with pytest.raises(CaptureRefused) as caught:
-        capture(Clamped(), flatten_call((torch.randn(4, WIDTH),), {}))
+        capture(Clamped(way), flatten_call((torch.randn(4, WIDTH),), {}))
     lines = str(caught.value).splitlines()
+    source, what, line = said
     assert lines[0] == "error[GA102]: cannot capture `Clamped.forward`: this has no graph"
-    assert lines[2].endswith("hidden[0].clamp_(-1, 1)")
+    assert lines[2].endswith(source)
     assert lines[4:] == [
-        "  why:  a value that has a gradient is changed in place under torch.no_grad(), or through "
-        "detach() or .data, which the gradient would not know of",
-        "  help: to see torch's own report:  GRAPHACCEL_TRACEBACK=full python train.py",
+        f"  why:  {what} under torch.no_grad(), or through detach() or .data, which the gradient "
+        "would not know of",
+        f"  help: {line}",
         "  explain: graphaccel explain GA102",
     ]
+
+
+def test_what_the_help_says_is_what_was_meant() -> None:
+    x, found = 3 * torch.randn(4, WIDTH, dtype=torch.float64), []
+    for way in ("value", "copy"):
+        torch.manual_seed(2)
+        model = Clamped(way).double()
+        if way == "copy":
+            graphaccel.optimize(model, devices=1)
+        model(x).backward()
+        found.append(model.first.weight.grad)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-14)
+    with torch.no_grad(): model.get_parameter('first.weight').clamp_(-0.1, 0.1)  # fmt: skip  # noqa: E701
+    assert model.first.weight.abs().max() <= 0.1
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-params"])

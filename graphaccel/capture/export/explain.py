@@ -89,7 +89,9 @@ def _without_graph(error: Exception, where: str, location: Location | None) -> C
     reason, line = re.sub(r"\s+", " ", reason)[:300], ""
     frames = traceback.extract_tb(error.__traceback__)
     inside = next((i for i, f in enumerate(frames) if f.filename.endswith(TRANSFORMS)), 0)
-    if isinstance(error, AssignedWithGradient):
+    if isinstance(error, WrittenWithoutGrad):
+        line = error.help_line
+    elif isinstance(error, AssignedWithGradient):
         location = None
         reason = f"it replaces its buffer `{error.name}` by a value that requires a gradient"
         line = f"self.{error.name.rpartition('.')[2]} = value.detach()"

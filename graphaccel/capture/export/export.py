@@ -272,11 +272,11 @@ def export_forward(
     return replace(forward, attributes=weights.attributes(forward.constants))
 
 
-def _trained(program: Any, model: nn.Module) -> set[str]:
-    """Placeholders of parameters that require a gradient."""
+def _trained(program: Any, model: nn.Module) -> dict[str, str]:
+    """Placeholders of parameters that require a gradient → their names."""
     wanted = {n for n, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
     names = program.graph_signature.inputs_to_parameters
-    return {place for place, name in names.items() if _own(name) in wanted}
+    return {place: own for place, name in names.items() if (own := _own(name)) in wanted}
 
 
 def _unpack(program: Exported, batch: Batch, returned: Returned) -> ForwardGraph:

@@ -16,7 +16,7 @@ reads that value wherever the argument is used afterwards. Such ops are removed 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import fx
@@ -27,32 +27,52 @@ from graphaccel.ir.values import op_of, operands
 aten = torch.ops.aten
 
 
+_COPY = "write to a copy that has its gradient:  x = x + (x.clamp(-1, 1) - x).detach()"
+
+
 class WrittenWithoutGrad(Exception):
     """A value with a gradient is changed in place where gradients are not recorded: eager mode
-    continues as if it had not been changed. stack_trace: where."""
+    continues as if it had not been changed. node: the write. parameter: the name of what is
+    written, if it is one.
 
-    def __init__(self, stack_trace: str) -> None:
+    stack_trace: where. help_line: what to write instead.
+    """
+
+    def __init__(self, node: fx.Node, parameter: str) -> None:
+        self.stack_trace = node.meta.get("stack_trace") or ""
+        name = str(node.target).split(".")[1]
+        what, self.help_line = "a value that has a gradient", _COPY
+        if parameter:
+            what = f"the parameter `{parameter}`"
+            rest = ", ".join(map(repr, node.args[1:]))
+            plain = not any(n is not node.args[0] for n in node.all_input_nodes) and not node.kwargs
+            call = f"{name}({rest})" if plain else "copy_(value)"
+            self.help_line = (
+                "leave that to the script, after optimizer.step():  with torch.no_grad(): "
+                f"model.get_parameter({parameter!r}).{call}"
+            )
         super().__init__(
-            "a value that has a gradient is changed in place under torch.no_grad(), or through "
-            "detach() or .data, which the gradient would not know of"
+            f"{what} is changed in place ({name}) under torch.no_grad(), or through detach() or "
+            ".data, which the gradient would not know of"
         )
-        self.stack_trace = stack_trace
 
 
-def detach_regions(graph: fx.GraphModule, parameters: set[str]) -> None:
+def detach_regions(graph: fx.GraphModule, parameters: Mapping[str, str]) -> None:
     """Rewrite an exported graph in place, before it is made functional.
 
-    parameters: names of the placeholders of trained parameters.
+    parameters: placeholders of trained parameters → their names in the model.
 
     Raises WrittenWithoutGrad.
     """
     given = [n for n in graph.graph.nodes if n.op == "placeholder"]
     tracked = {n for n in given if n.name in parameters or _wants_gradient(n)}
-    _walk(graph, tracked)
+    named = {n: parameters[n.name] for n in given if n.name in parameters}
+    _walk(graph, tracked, named)
 
 
-def _walk(graph: fx.GraphModule, tracked: set[fx.Node]) -> None:
-    """tracked: nodes with a gradient, initially placeholders; grows to all nodes."""
+def _walk(graph: fx.GraphModule, tracked: set[fx.Node], named: Mapping[fx.Node, str]) -> None:
+    """tracked: nodes with a gradient, initially placeholders; grows to all nodes. named: parameters
+    by placeholder."""
     for node in graph.graph.nodes:
         if node.op != "call_function":
             continue
@@ -63,19 +83,20 @@ def _walk(graph: fx.GraphModule, tracked: set[fx.Node]) -> None:
             if not enabled:
                 _remove_identities(inner, node, inputs)
             places = [n for n in inner.graph.nodes if n.op == "placeholder"]
-            pairs = zip(places, inputs, strict=True)
+            pairs = list(zip(places, inputs, strict=True))
             within = {place for place, source in pairs if source in tracked}
+            known = {place: named[source] for place, source in pairs if source in named}
             if not enabled:
-                _detach(inner, within)
+                _detach(inner, within, known)
             else:
-                _walk(inner, within)
+                _walk(inner, within, known)
                 if within:
                     tracked.add(node)
             inner.forward = fx.Interpreter(inner).run  # what traces it then sees its nodes' lines
             continue
         for written in written_arguments(node):
             if _detached(written) and _root(written) in tracked:
-                raise WrittenWithoutGrad(node.meta.get("stack_trace") or "")
+                raise WrittenWithoutGrad(node, named.get(_root(written), ""))
         if node.target is aten.detach.default or not any(
             source in tracked for source in node.all_input_nodes
         ):
@@ -115,12 +136,12 @@ def _identities(node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
     return [(u, arguments[number]) for u, number in pairs if number in arguments]
 
 
-def _detach(graph: fx.GraphModule, tracked: set[fx.Node]) -> None:
+def _detach(graph: fx.GraphModule, tracked: set[fx.Node], named: Mapping[fx.Node, str]) -> None:
     for node in graph.graph.nodes:
         if node.op == "call_function":
             for written in written_arguments(node):
                 if _root(written) in tracked:
-                    raise WrittenWithoutGrad(node.meta.get("stack_trace") or "")
+                    raise WrittenWithoutGrad(node, named.get(_root(written), ""))
     body = next(n for n in graph.graph.nodes if n.op != "placeholder")
     for place in [n for n in graph.graph.nodes if n in tracked]:
         with graph.graph.inserting_before(body):

@@ -31,7 +31,7 @@ from graphaccel.compat.torch.fakes import FakeTensor
 from graphaccel.compat.torch.tensors import version
 from graphaccel.errors import DrawnOutside, GraphAccelError, StateFrozen
 from graphaccel.errors.messages import Location
-from graphaccel.guards.lines import location
+from graphaccel.guards.lines import call_as_written, location
 from graphaccel.guards.places import Place, objects_of, places
 from graphaccel.guards.reads import Reads, is_library, kind_of, line_of, recorded
 from graphaccel.ir.replication.layers import KEPT
@@ -39,6 +39,8 @@ from graphaccel.ir.replication.layers import KEPT
 _UNLIKELY = 0x5EED_0FF0
 """A seed that no model sets: if the forward seeds the generator, its state differs from this
 one."""
+_CALLER = "graphaccel/runtime/module.py"
+"""Where the call of an optimized model arrives."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ class _Passes:
     """Successive forwards of one model."""
 
     def __init__(self, model: nn.Module, reads: Reads, batch: Batch) -> None:
-        self._model, self._reads = model, reads
+        self._model, self._reads, self._batch = model, reads, batch
         tensors = (*model.parameters(), *model.buffers(), *batch.tensors.values())
         self._own = frozenset(map(memory_of, tensors))
         result = places(model, reads)
@@ -252,9 +254,13 @@ class _Passes:
                 location=self._write_of(place),
                 note="written by the forward that reads it",
                 reason="every step runs the same graph",
-                help_lines=("run one forward before graphaccel.optimize:  model(*batch)",),
+                help_lines=(f"run one forward before graphaccel.optimize:  {self._call()}",),
             )
         return frozenset(written)
+
+    def _call(self) -> str:
+        args, kwargs = self._batch.rebuild(self._batch.leaves)
+        return call_as_written(_CALLER, args, kwargs)
 
     def _changed(self, last: int) -> list[str]:
         last %= len(self._passes)

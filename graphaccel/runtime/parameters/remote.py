@@ -11,6 +11,7 @@ which then have no part in it: every remote tensor knows which ranks have it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -155,7 +156,18 @@ def _together(func: Any, tensors: Sequence[torch.Tensor], where: Elsewhere) -> b
 def _needed(func: Any) -> ElsewhereNeeded:
     name = func.__name__.split(".")[0].strip("_").removeprefix("foreach_")
     name = "item" if name == "local_scalar_dense" else name
-    return ElsewhereNeeded(op=name, location=line_of_script())
+    return ElsewhereNeeded(op=name, location=line_of_script(), optimizer=_stepping())
+
+
+def _stepping() -> str:
+    """The class of the optimizer whose step is on the call stack; "" if none is."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
+        if isinstance(owner, torch.optim.Optimizer):
+            return type(owner).__name__
+        frame = frame.f_back
+    return ""
 
 
 def _zeros(tensor: torch.Tensor) -> torch.Tensor:

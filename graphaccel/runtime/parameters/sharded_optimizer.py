@@ -44,7 +44,12 @@ def is_elementwise(optimizer: Optimizer | None) -> bool:
 def check_elementwise(optimizer: Optimizer) -> None:
     """Raises NotElementwise (GA211) for an optimizer that needs full tensors."""
     if not is_elementwise(optimizer):
-        raise NotElementwise(optimizer=type(optimizer).__name__, known=tuple(sorted(ELEMENTWISE)))
+        kind = type(optimizer)
+        raise NotElementwise(
+            optimizer=kind.__name__,
+            known=tuple(sorted(ELEMENTWISE)),
+            of_torch=kind.__module__.startswith("torch.optim"),
+        )
 
 
 class ShardedOptimizer:

@@ -157,12 +157,12 @@ error[GA210]: data=2 and schedule='gpipe' can not be kept together on 8 devices
   explain: graphaccel explain GA210""",
     ),
     (
-        errors.NotElementwise(optimizer="LBFGS", known=("Adam", "SGD")),
+        errors.NotElementwise(optimizer="Lion", known=("Adam", "SGD")),
         """\
-error[GA211]: LBFGS is not known to work on shards of parameters
+error[GA211]: Lion is not known to work on shards of parameters
   why:  the plan shards parameters or optimizer state, and a step on a shard must be that shard of the step on the whole
   help: these do:  Adam, SGD
-  help: if it treats every number by itself:  LBFGS.graphaccel_elementwise = True
+  help: if it treats every number by itself:  Lion.graphaccel_elementwise = True
   help: or keep parameters and optimizer state whole:  zero=0, tensor=1
   explain: graphaccel explain GA211""",
     ),

@@ -95,6 +95,24 @@ error[GA408]: `lerp` needs the values of a parameter that lies on another pipeli
   explain: graphaccel explain GA408""",
     ),
     (
+        errors.ElsewhereNeeded(op="cat", optimizer="LBFGS"),
+        """\
+error[GA408]: `LBFGS.step` needs the values of a parameter that lies on another pipeline rank
+  why:  a process holds the stages that it runs, and the others hold the rest; LBFGS computes with all parameters at once
+  help: train with one that updates each by itself:  optimizer = torch.optim.AdamW(model.parameters())
+  help: or give each process the whole model:  graphaccel.optimize(model, optimizer, pipeline=1)
+  explain: graphaccel explain GA408""",
+    ),
+    (
+        errors.NotElementwise(optimizer="LBFGS", known=("Adam", "SGD"), of_torch=True),
+        """\
+error[GA211]: LBFGS does not work on shards of parameters
+  why:  the plan shards parameters or optimizer state, and a step on a shard must be that shard of the step on the whole
+  help: these do:  Adam, SGD
+  help: or keep parameters and optimizer state whole:  zero=0, tensor=1
+  explain: graphaccel explain GA211""",
+    ),
+    (
         errors.NotAlone(
             variable="SLURM_NTASKS=8",
             reason="srun did not start this process as one of them",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 import graphaccel
 from graphaccel import errors
 from tests.support.small import WIDTH, Classifier, small_batch
-from tests.support.untouched import refused
+from tests.support.untouched import plain_places, refused
 
 CASES = [
     (
@@ -293,3 +294,59 @@ def test_a_forward_that_gives_another_result_each_time() -> None:
         "  help: pass what changes from call to call to the forward, as an argument",
         "  explain: graphaccel explain GA106",
     ]
+
+
+class Started(nn.Module):
+    """A layer that the first batch scales."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.ready = nn.Linear(WIDTH, 5), False
+        self.register_buffer("scale", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        if not self.ready:
+            self.scale.copy_(x.abs().mean(0))
+            self.ready = True
+        return nn.functional.cross_entropy(self.layer(x * self.scale), labels)
+
+
+STARTED = """\
+error[GA106]: `ready` makes the first forward another one than those after it
+  --> test_state_texts.py:LINE
+   LINE |             self.ready = True
+      |             ^^^^^^^^^^^^^^^^^ written by the forward that reads it
+  why:  every step runs the same graph
+  help: run one forward before graphaccel.optimize:  CALL
+  explain: graphaccel explain GA106"""
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="a frame knows no columns")
+def test_the_help_has_the_call_as_the_script_writes_it() -> None:
+    rows, y = small_batch()
+
+    def call(network: nn.Module) -> None:
+        network(
+            rows,  # of one batch
+            labels=y,
+        ).backward()
+
+    network = Started()
+    graphaccel.optimize(network, devices=1)
+    with pytest.raises(errors.StateFrozen) as caught:
+        call(network)
+    wanted = placed(STARTED, "self.ready = True").replace("CALL", "network(rows, labels=y)")
+    assert plain_places(str(caught.value)) == wanted
+    network = Started()
+    call(network)
+    graphaccel.optimize(network, devices=1)
+    call(network)  # as the help says
+
+
+@pytest.mark.parametrize("form", ["model(*batch)", "model(**batch)"])
+def test_the_help_has_the_form_of_an_example_batch(form: str) -> None:
+    rows, labels = small_batch()
+    batch: Any = {"x": rows, "labels": labels} if "**" in form else (rows, labels)
+    model, wanted = Started(), placed(STARTED, "self.ready = True").replace("CALL", form)
+    with refused(errors.StateFrozen, wanted, model):
+        graphaccel.optimize(model, devices=1, example_batch=batch)

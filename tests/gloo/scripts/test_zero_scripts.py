@@ -320,10 +320,9 @@ def test_optimizer_state_is_that_of_the_whole_model(pool: Pool, pins: dict[str, 
 
 
 REFUSED = """\
-error[GA211]: LBFGS is not known to work on shards of parameters
+error[GA211]: LBFGS does not work on shards of parameters
   why:  the plan shards parameters or optimizer state, and a step on a shard must be that shard of the step on the whole
   help: these do:  ASGD, Adadelta, Adagrad, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Rprop, SGD
-  help: if it treats every number by itself:  LBFGS.graphaccel_elementwise = True
   help: or keep parameters and optimizer state whole:  zero=0, tensor=1
   explain: graphaccel explain GA211"""  # noqa: E501
 
