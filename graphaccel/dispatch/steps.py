@@ -101,10 +101,10 @@ def _training_key(batch: Batch) -> Hashable:
 
 def _refuse_other(batch: Batch, dtypes: Mapping[str, torch.dtype]) -> None:
     """Raise for a batch with other inputs or dtypes; one of other sizes is captured anew."""
-    found_inf = dtypes_of(batch)
-    if set(found_inf) != set(dtypes):
-        expected, got = ", ".join(dtypes), ", ".join(found_inf)
+    given = dtypes_of(batch)
+    if set(given) != set(dtypes):
+        expected, got = ", ".join(dtypes), ", ".join(given)
         raise BatchChanged(what="the inputs of the model", expected=expected, got=got)
-    for name, dtype in found_inf.items():
+    for name, dtype in given.items():
         if dtype != dtypes[name]:
             raise BatchChanged(what=f"dtype of {name}", expected=str(dtypes[name]), got=str(dtype))

@@ -89,13 +89,13 @@ class Magnitudes:
 
 def _that_reduce(graph: fx.Graph) -> dict[bool, set[fx.Node]]:
     """Nodes that are followed to a reduction: behind another one, or not."""
-    found: dict[bool, set[fx.Node]] = {False: set(), True: set()}
+    results: dict[bool, set[fx.Node]] = {False: set(), True: set()}
     for node in graph.nodes:
-        for within, those in found.items():
+        for within, those in results.items():
             ends = node.target in _REDUCTIONS or node.target is operator.getitem
             if _is_followed(node, within) and (ends or those & set(node.all_input_nodes)):
                 those.add(node)
-    return found
+    return results
 
 
 def _is_followed(node: fx.Node, within: bool) -> bool:

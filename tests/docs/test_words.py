@@ -41,11 +41,12 @@ NAMES = {
     "twins": "copies, equal stages",
     "works": "costs",
 }
-"""Words of the former dialect in names of functions, classes and fields → what to say."""
+"""Words of the former dialect in names → what to say."""
 KEPT = {
     "Chunks.products": "of a user's fused op",
     "Device.crowd": "a key of cluster files",
     "Around.found_inf": "torch's word",
+    "found_inf": "torch's word",
 }
 """Names that stay, and why."""
 
@@ -65,10 +66,23 @@ def _names(text: str) -> Iterator[str]:
     yield from of(ast.parse(text).body, "")
 
 
+def _locals(text: str) -> Iterator[str]:
+    """Names that functions bind: parameters, variables, nested functions."""
+    for function in ast.walk(ast.parse(text)):
+        if isinstance(function, (ast.FunctionDef, ast.Lambda)):
+            for node in ast.walk(function):
+                if isinstance(node, ast.arg):
+                    yield node.arg
+                elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                    yield node.id
+                elif isinstance(node, ast.FunctionDef) and node is not function:
+                    yield node.name
+
+
 def _refused_names(text: str) -> list[str]:
     return [
         f"{name}: say {NAMES[word]}"
-        for name in _names(text)
+        for name in dict.fromkeys((*_names(text), *_locals(text)))
         if name not in KEPT
         for word in re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name.rpartition(".")[2]).lower().split("_")
         if word in NAMES
@@ -112,7 +126,7 @@ def test_the_words_are_found() -> None:
 
 
 def test_the_names_are_found() -> None:
-    text = "class Twins:\n    found: int\n    def _again(self): ...\n    def held(self): ...\n"
+    text = "class Twins:\n    found: int\n    def _again(self, told):\n        held = made = 1\n"
     assert [name.partition(":")[0] for name in _refused_names(text)] == [
-        "Twins", "Twins.found", "Twins._again",
+        "Twins", "Twins.found", "Twins._again", "told", "made",
     ]  # fmt: skip

@@ -213,10 +213,10 @@ class MultiTensor:
 
 def _by_equal_keys(keys: Sequence[object]) -> list[list[int]]:
     """The positions of equal keys."""
-    found: dict[object, list[int]] = {}
+    positions: dict[object, list[int]] = {}
     for place, key in enumerate(keys):
-        found.setdefault(key, []).append(place)
-    return list(found.values())
+        positions.setdefault(key, []).append(place)
+    return list(positions.values())
 
 
 def _divided(grads: Sequence[Tensor], scale: Tensor | None) -> Tensor | None:

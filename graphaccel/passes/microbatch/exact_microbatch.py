@@ -101,9 +101,9 @@ def exact_microbatch(
     else:
         placed = batch_placement(step, over_time=plan.microbatches > 1)
         _refuse_conflicts(step, plan, placed)
-    made = _Local(step, plan, placed, whole)
-    local = made.build(fakes)
-    prologue = build_prologue(step, whole, made.hoisted)
+    built = _Local(step, plan, placed, whole)
+    local = built.build(fakes)
+    prologue = build_prologue(step, whole, built.hoisted)
     places = tuple(at_sizes(n, _place(placed, n), step.sizes, whole) for n in returned(step.graph))
     return LocalStep(local, prologue, places, bool(placed.head))
 
@@ -422,15 +422,15 @@ def is_quantity(node: fx.Node, position: int) -> bool:
 
 def integers_in(value: Any) -> list[int | float]:
     """The numbers in one argument."""
-    found: list[int | float] = []
+    collected: list[int | float] = []
 
     def collect(v: Any) -> Any:
         if isinstance(v, (int, float)) and not isinstance(v, bool):
-            found.append(v)
+            collected.append(v)
         return v
 
     map_aggregate(value, collect)
-    return found
+    return collected
 
 
 def _nth_tensor(node: fx.Node, position: int) -> fx.Node:

@@ -190,8 +190,8 @@ def rank_curve(
         for far, then, at in run.count.seen:
             samples.append(snapshot(start + far * (end - start), then, at))
         samples.append(snapshot(end, live, f"end of {action.kind} {action.microbatch}"))
-    made = live.get("temporary", 0) + run.optimizer_temporary(resident)
-    samples.append(snapshot(samples[-1].seconds, {**live, "temporary": made}, STEP))
+    result = live.get("temporary", 0) + run.optimizer_temporary(resident)
+    samples.append(snapshot(samples[-1].seconds, {**live, "temporary": result}, STEP))
     return tuple(samples)
 
 
@@ -368,23 +368,23 @@ class _Run:
             return given[0]
         self.count.here = f"values of the whole batch, stage {stage}"
         size, data = sum(s.size for held in given for s in held), self.program.data
-        made = [s for held in given for s in held]
+        storages = [s for held in given for s in held]
         if len(given) > 1:
-            made = self._instead(made, [size])
+            storages = self._instead(storages, [size])
         if data > 1:  # along a dim other than the first, a copy is sent, and the result is copied
             ahead = value.batch_dim > 0 or value.outer > 1
-            made = self._instead(made, [*[size] * ahead, size * data])
-            made = self._instead(made, [size * data]) if ahead else made
-        return made
+            storages = self._instead(storages, [*[size] * ahead, size * data])
+            storages = self._instead(storages, [size * data]) if ahead else storages
+        return storages
 
     def _instead(self, given: list[Storage], sizes: list[int]) -> list[Storage]:
         """Allocate storages one after another while `given` lives, then free all but the last."""
-        made = [Storage(size, "activation") for size in sizes]
-        for storage in made:
+        storages = [Storage(size, "activation") for size in sizes]
+        for storage in storages:
             self.count.take(storage)
-        for storage in (*given, *made[:-1]):
+        for storage in (*given, *storages[:-1]):
             self.count.drop(storage)
-        return made[-1:]
+        return storages[-1:]
 
     def deliver(
         self, action: Action, outputs: Sequence[Value], results: list[list[Storage]]

@@ -138,12 +138,12 @@ class ExternalLossExecutor(Executor):
 
     def _variant(self, used: frozenset[int]) -> StageProgram:
         if used not in self._variants:
-            made = self._backward_of(used)
-            for graph in made.backwards.values():
+            built = self._backward_of(used)
+            for graph in built.backwards.values():
                 bind(graph, self._mesh)
             if self._compiler is not None:
-                made = self._compiler.stage(made, ("backward",))
-            self._variants[used] = made
+                built = self._compiler.stage(built, ("backward",))
+            self._variants[used] = built
         return self._variants[used]
 
     @contextmanager
@@ -182,18 +182,18 @@ class ExternalLossExecutor(Executor):
         state.buffers = {}
 
     def _versions(self, state: StepState) -> dict[str, tuple[torch.Tensor, int]]:
-        found: dict[str, torch.Tensor] = {}
+        results: dict[str, torch.Tensor] = {}
         for value in self._stage.backward_inputs:
             if value.kind == "parameter":
-                found[f"parameter `{value.name}`"] = self._held.parameters[value.name]
+                results[f"parameter `{value.name}`"] = self._held.parameters[value.name]
             elif value.kind == "buffer" and value.name not in state.before:
-                found[f"buffer `{value.name}`"] = self._held.buffers[value.name]
+                results[f"buffer `{value.name}`"] = self._held.buffers[value.name]
             elif value.kind == "batch" and isinstance(state.leaves[value.leaf], torch.Tensor):
-                found[f"input {value.name or value.leaf}"] = state.leaves[value.leaf]
+                results[f"input {value.name or value.leaf}"] = state.leaves[value.leaf]
         for name, tensor in state.saved.get((0, 0), {}).items():
             if isinstance(tensor, torch.Tensor):
-                found[f"the model's value {name}"] = tensor
-        return {name: (tensor, version(tensor)) for name, tensor in found.items()}
+                results[f"the model's value {name}"] = tensor
+        return {name: (tensor, version(tensor)) for name, tensor in results.items()}
 
     def _parts(
         self, stage: StageProgram, tangents: Mapping[int, torch.Tensor]
@@ -244,19 +244,19 @@ class HandIn(torch.autograd.Function):
         executor: ExternalLossExecutor,
         call: Call,
         tracked: frozenset[int],
-        away: bool,
+        offloaded: bool,
         names: tuple[str, ...],
         leaves: tuple[int, ...],
         *inputs: torch.Tensor,
     ) -> Any:
         """The outputs in the order of their leaves.
 
-        tracked: output leaves that require a gradient. away: parameters are offloaded to the host,
+        tracked: output leaves that require a gradient. offloaded: parameters are on the host,
         and get their gradients there. inputs: parameters that may get a gradient, called `names`,
         then the batch leaves that require one.
         """
         ctx.executor, ctx.call, ctx.names, ctx.input_leaves = executor, call, names, leaves
-        ctx.away = away
+        ctx.away = offloaded
         ctx.output_leaves = tuple(call.outputs)
         # New tensor objects: the call's own would be in a reference cycle with the call.
         outputs = tuple(call.outputs.pop(leaf).detach() for leaf in ctx.output_leaves)
@@ -276,8 +276,8 @@ class HandIn(torch.autograd.Function):
             for leaf, gradient in zip(ctx.output_leaves, gradients, strict=True)
             if gradient is not None
         }
-        found, inputs = ctx.executor.backward(ctx.call, tangents, keep=retains_graph())
-        handed = [found.pop(name, None) for name in ctx.names]
+        result, inputs = ctx.executor.backward(ctx.call, tangents, keep=retains_graph())
+        handed = [result.pop(name, None) for name in ctx.names]
         if ctx.away and tangents:
             handed = [None if own is None else TO_HOST(own) for own in handed]
             wait(next(iter(tangents.values())).device)

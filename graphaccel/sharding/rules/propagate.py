@@ -157,15 +157,15 @@ class _State:
 
         Batch statistics are summed over the data axis (`passes.microbatch.synchronise_batch_norm`).
         """
-        found = {
+        results = {
             c.node: c.reason
             for c in self.conflicts
             if over_time or "batch_norm" not in str(c.node.target)
         }
         if over_time:
-            found |= dict.fromkeys(self.readers, WHOLE_SUM)
-        ahead = {n: reason for n, reason in found.items() if not is_backward(n)}
-        return ahead or dict(list(found.items())[:1])
+            results |= dict.fromkeys(self.readers, WHOLE_SUM)
+        ahead = {n: reason for n, reason in results.items() if not is_backward(n)}
+        return ahead or dict(list(results.items())[:1])
 
     def visit(self, node: fx.Node) -> None:
         inputs = node.all_input_nodes
@@ -346,11 +346,11 @@ class _State:
 
     def _regroup(self, node: fx.Node, source: fx.Node, place: Placement) -> None:
         """Place a reshape that merges dims before the batch with it, or splits them off."""
-        found = self.examples.regrouped(node, source, place)
-        if found is None:
+        match = self.examples.regrouped(node, source, place)
+        if match is None:
             self._refuse(node, "it mixes the examples of a batch")
         else:
-            self._set(node, [found])
+            self._set(node, [match])
 
     @staticmethod
     def _linear_group(rule: Notation, partial: set[int]) -> frozenset[int]:
