@@ -64,11 +64,14 @@ def captures_of(name: str) -> Iterator[None]:
         told = depends_on(module, seen, loss_fn)
         return captured_once(f"{name} {told}", lambda: real(module, batch, loss_fn, **settings))
 
-    with (
-        patch.object(kept, "capture", capture),
-        patch.object(broadcast, "packed", _packed),
-        patch.object(broadcast, "unpacked", _unpacked),
-    ):
+    with patch.object(kept, "capture", capture), packed_once():
+        yield
+
+
+@contextmanager
+def packed_once() -> Iterator[None]:
+    """Meanwhile captures that ranks send are packed and unpacked once in this process."""
+    with patch.object(broadcast, "packed", _packed), patch.object(broadcast, "unpacked", _unpacked):
         yield
 
 

@@ -21,7 +21,8 @@ from torch.optim import AdamW, Optimizer
 
 from graphaccel.runtime.meter import PeakMeter
 from graphaccel.runtime.parameters.sharded import ShardTensor
-from tests.support.captures import observed_once, read_captures, write_captures
+from tests.support.captures import observed_once, packed_once, read_captures, write_captures
+from tests.support.casts import lift_captured_casts
 from tests.support.inside import captures_in
 from tests.support.zoo import ALL, Batch, LossFn, call, double, lift_loss_cast, loss_of
 
@@ -106,13 +107,14 @@ def run_plan(
     import graphaccel
 
     others = [tensor.untyped_storage() for tensor in tensors_alive()]
-    with casts(dtype, lift), observed_once(f"{name} {dtype}"):
+    # The caller compares with eager: tests/proof has the proof, which would run eager code here.
+    pins = {"check": "off", **pins}
+    planned = captured_casts if pins["check"] == "off" else casts
+    with casts(dtype, lift):  # models compute constants, too
         model, batch, loss_fn = build(name, dtype)
+    with planned(dtype, lift), observed_once(f"{name} {dtype}"), packed_once():
         model, optimizer = graphaccel.optimize(
-            model,
-            make_optimizer(model),
-            loss_fn=loss_fn,
-            **{"check": "off", **pins},  # the caller compares with eager: tests/proof has the proof
+            model, make_optimizer(model), loss_fn=loss_fn, **pins
         )
         # Captures depend on the model and the batch alone: one serves all plans in this worker.
         captures = captures_in(model)
@@ -227,6 +229,10 @@ def _state_errors(true: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> dict
 
 def casts(dtype: str, lift: bool) -> contextlib.AbstractContextManager[None]:
     return lift_loss_cast() if lift and dtype == "float64" else contextlib.nullcontext()
+
+
+def captured_casts(dtype: str, lift: bool) -> contextlib.AbstractContextManager[None]:
+    return lift_captured_casts() if lift and dtype == "float64" else contextlib.nullcontext()
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:

@@ -30,8 +30,8 @@ from graphaccel.runtime.execution.executor import Executor
 from graphaccel.runtime.execution.state import Held
 from graphaccel.runtime.mesh import build_mesh
 from graphaccel.sharding.rules.shard import Shard
-from tests.support.captures import read_captures, write_captures
-from tests.support.casts import lift_loss_cast
+from tests.support.captures import observed_once, packed_once, read_captures, write_captures
+from tests.support.casts import lift_captured_casts, lift_loss_cast
 from tests.support.lockstep import part_of, whole_of
 from tests.support.parity import Reference, build, reference
 from tests.support.pool import Pool
@@ -75,6 +75,7 @@ def run_axes(name: str, pins: dict[str, Any], world: int) -> dict[str, Any]:
     """One step of this rank: loss, gradients as this rank has them, and where they belong."""
     with lift_loss_cast():
         model, batch, loss_fn = build(name, "float64")
+    with lift_captured_casts(), observed_once(f"{name} float64"), packed_once():
         leaves = as_batch(batch)
         cluster = cluster_here(world, torch.device("cpu"))
         compiler = Compiler(Model(model, loss_fn, 2.0), cluster, pins)

@@ -15,7 +15,10 @@ import torch
 import graphaccel
 from graphaccel.errors import BadPin
 from tests.gloo.plans import test_axes as axes
-from tests.support.parity import build, casts, loss_of, peaks_of_a_step, tensors_alive
+from tests.support.captures import observed_once, packed_once
+from tests.support.casts import lift_captured_casts, lift_loss_cast
+from tests.support.inside import captures_in
+from tests.support.parity import build, loss_of, peaks_of_a_step, tensors_alive, zoo_captures
 from tests.support.pool import Pool
 from tests.support.zoo import call
 
@@ -52,7 +55,7 @@ def _one_sided() -> tuple[float, float, dict[str, float], float]:
     device, this rank's, errors of its gradients, and its predicted memory as a multiple of what was
     measured."""
     others = [tensor.untyped_storage() for tensor in tensors_alive()]
-    with casts("float64", True):
+    with lift_loss_cast():
         model, batch, loss_fn = build("mixtral", "float64")
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -62,11 +65,13 @@ def _one_sided() -> tuple[float, float, dict[str, float], float]:
         true.backward()
         true = true.item()
         wanted = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        model.zero_grad()
-        pins = {"expert": 2, "data": 1, "pipeline": 1, "recompute": "none"}
+    model.zero_grad()
+    with lift_captured_casts(), observed_once("mixtral float64"), packed_once():
+        pins = {"expert": 2, "data": 1, "pipeline": 1, "recompute": "none", "check": "off"}
         model, _ = graphaccel.optimize(
             model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=loss_fn, **pins
         )
+        captures_in(model).steps = zoo_captures("mixtral", "float64")
         loss = loss_of(call(model, batch), batch, loss_fn)
         loss.backward()
         loss, rank = loss.item(), torch.distributed.get_rank()
@@ -101,12 +106,14 @@ def test_a_rank_whose_experts_nobody_chose(pool: Pool) -> None:
 
 
 def _cut_inside() -> str:
-    with casts("float64", True):
+    with lift_loss_cast():
         model, batch, loss_fn = build("mixtral", "float64")
+    with lift_captured_casts(), observed_once("mixtral float64"), packed_once():
         pins = {"expert": 2, "data": 1, "pipeline": 2, "microbatches": 2, "cuts": ("silu_1",)}
         model, _ = graphaccel.optimize(
             model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=loss_fn, **pins
         )
+        captures_in(model).steps = zoo_captures("mixtral", "float64")
         try:
             call(model, batch)
         except BadPin as error:
