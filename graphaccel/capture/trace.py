@@ -213,9 +213,8 @@ class Tracing(BareDispatchMode):
             raise NotTraced("memory that is shared in another way")
         if not owners:
             storages.append(storage)
-            if kind.offset or kind.bytes != _bytes(kind):
-                raise NotTraced("a result that is a part of a tensor")
-            return _Result(kind, None)
+            kind = kind._replace(offset=0)  # as in the metadata that torch's own traces have
+            return _Result(kind._replace(bytes=_bytes(kind)), None)
         (of,) = owners.values()
         if given[of].kind.dtype != kind.dtype:
             raise NotTraced("a view in another dtype")

@@ -6,22 +6,31 @@ exported                                              after
   %y: f32[8,4] = aten.linear.default(%d, %w)            %y: f32[8,4] = aten.linear.default(%c, %w)
 
 Export records calls before autograd sees them. Ops that may return their input, or a view of it,
-are decomposed here, and regions without gradients are inlined: the result of
-`ExportedProgram.run_decompositions({})`, in a tenth of its time, since no call runs twice.
+are decomposed here, what is written in place becomes a new value, and regions without gradients are
+inlined: the result of `ExportedProgram.run_decompositions({})`, in a tenth of its time, since no
+call runs twice.
 """
 
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx
+from torch.export.graph_signature import OutputKind, OutputSpec, TensorArgument
 from torch.fx import traceback as fx_traceback
 
 from graphaccel.capture.trace import Answers, NotTraced, Tracing
+from graphaccel.compat.torch import pytree
 from graphaccel.compat.torch.fakes import fake_mode_of
+from graphaccel.compat.torch.functional import (
+    as_functional,
+    behind,
+    below_functionalization,
+    functionalized,
+)
 from graphaccel.compat.torch.graphs import graph_module
 from graphaccel.compat.torch.modes import without_modes
 from graphaccel.compat.torch.ops import (
@@ -31,6 +40,7 @@ from graphaccel.compat.torch.ops import (
     writes_beyond_schema,
     written_arguments,
 )
+from graphaccel.compat.torch.tensors import storage_key
 
 aten = torch.ops.aten
 _OP = type(aten.add.Tensor)
@@ -52,15 +62,34 @@ def decomposed(program: Any, answers: Answers | None = None) -> Exported:
     answers: cached results of calls, shared with other traces.
     """
     try:
-        graph = _functional(program.graph_module, {} if answers is None else answers)
+        graph, written = _functional(program.graph_module, {} if answers is None else answers)
+        signature = _with_written(program.graph_signature, written, graph)
     except NotTraced:
         program = program.run_decompositions({})
-        graph = program.graph_module
-    return Exported(graph, program.graph_signature, program.constants)
+        graph, signature = program.graph_module, program.graph_signature
+    return Exported(graph, signature, program.constants)
 
 
-def _functional(exported: fx.GraphModule, answers: Answers) -> fx.GraphModule:
-    """Raises NotTraced where a call writes, or is not an ATen op."""
+def _with_written(signature: Any, written: list[str], graph: fx.GraphModule) -> Any:
+    """The signature of a graph that returns first the new values of these inputs.
+
+    Raises NotTraced for an input that is no buffer.
+    """
+    results: Any = graph.graph.output_node().args[0]
+    specs = []
+    for place, result in zip(written, results, strict=False):
+        if place not in signature.inputs_to_buffers:
+            raise NotTraced(f"{place} is written")
+        name = signature.inputs_to_buffers[place]
+        specs.append(OutputSpec(OutputKind.BUFFER_MUTATION, TensorArgument(result.name), name))
+    return replace(signature, output_specs=[*specs, *signature.output_specs])
+
+
+def _functional(exported: fx.GraphModule, answers: Answers) -> tuple[fx.GraphModule, list[str]]:
+    """The graph, and the names of the inputs whose new values are its first results.
+
+    Raises NotTraced where a call is not an ATen op, or writes where its schema does not say so.
+    """
     places = exported.graph.find_nodes(op="placeholder")
     tracing = Tracing(fake_mode_of(places), answers)
     values = [_value(node) for node in places]
@@ -70,19 +99,37 @@ def _functional(exported: fx.GraphModule, answers: Answers) -> fx.GraphModule:
                 tracing.take(value, node.name)
             else:
                 tracing.graph.placeholder(node.name)
-        with tracing:
-            results = _Calls(exported, tracing).run(*values)
+        with tracing, functionalized():
+            given = [as_functional(value) for value in values]
+            results = _Calls(exported, tracing).run(*given)
+            new = [behind(value) for value in given]
+            written = [i for i, value in enumerate(new) if value is not values[i]]
+            _refuse_shared([values[i] for i in written], values)
+            results = [new[i] for i in written] + [behind(result) for result in results]
     tracing.graph.output(tuple(tracing.known(result).node for result in results))
     for node in tracing.graph.nodes:
         if written_arguments(node) or writes_beyond_schema(node.target):
             raise NotTraced(f"{node.target} writes")
     tracing.graph.eliminate_dead_code()
-    return graph_module(torch.nn.Module(), tracing.graph)
+    return graph_module(torch.nn.Module(), tracing.graph), [places[i].name for i in written]
+
+
+def _refuse_shared(written: list[Any], values: list[Any]) -> None:
+    """Raises NotTraced where another input has the memory of one that is written."""
+    storages = [storage_key(v) for v in values if isinstance(v, torch.Tensor)]
+    if any(storages.count(storage_key(value)) > 1 for value in written):
+        raise NotTraced("an input that shares its memory is written")
 
 
 def _value(place: fx.Node) -> Any:
-    value = place.meta["val"]
-    return value.detach() if isinstance(value, torch.Tensor) else value
+    """What stands for an input: a constant of the model too is a tensor of unknown values here, and
+    a call that reads its values is not traced."""
+    value: Any = place.meta["val"]
+    if not isinstance(value, torch.Tensor):
+        return value
+    value = value.detach()
+    value.constant = None  # type: ignore[attr-defined]
+    return value
 
 
 class _Calls(fx.Interpreter):
@@ -107,11 +154,40 @@ class _Calls(fx.Interpreter):
             return None
         if not isinstance(target, _OP) or target.namespace != "aten":
             raise NotTraced(f"{target}")
-        if target._schema.is_mutable:
-            raise NotTraced(f"{target} writes")
+        if target is aten.batch_norm.default:
+            return _batch_norm(*args, **kwargs)
         if is_preservable_composite(target):
-            with without_modes():
-                return self._tracing.call(target, args, kwargs, whole=True)
+            args, kwargs = pytree.tree_map(behind, (args, kwargs))
+            with without_modes(), below_functionalization():
+                whole = self._tracing.call(target, args, kwargs, whole=True)
+            return pytree.tree_map(as_functional, whole)
         return (
             target.decompose(*args, **kwargs) if is_composite(target) else target(*args, **kwargs)
         )
+
+
+def _batch_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    variance: torch.Tensor | None,
+    training: bool,
+    *settings: Any,
+) -> torch.Tensor:
+    """`aten.batch_norm` by the ops whose schemas say that running statistics are written.
+
+    Raises NotTraced where it is not composed of `aten.native_batch_norm`, for which torch's own
+    decomposition says which ops these are.
+    """
+    *momentum_and_eps, _ = settings
+    if x.device.type != "cpu" or x.numel() == 0:
+        raise NotTraced("a batch norm of another device")
+    if mean is None and variance is None:
+        return aten._native_batch_norm_legit.no_stats(x, weight, bias, training, *momentum_and_eps)[
+            0
+        ]
+    given = x, weight, bias, mean, variance
+    if training:
+        return aten._native_batch_norm_legit.default(*given, training, *momentum_and_eps)[0]
+    return aten._native_batch_norm_legit_no_training.default(*given, *momentum_and_eps)[0]

@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import fx
 
 from graphaccel.compat.torch.ops import grad_region, is_composite, schema, written_arguments
-from graphaccel.ir.values import op_of, operands
 
 aten = torch.ops.aten
 
@@ -111,29 +111,30 @@ def _remove_identities(inner: fx.GraphModule, call: fx.Node, inputs: tuple[fx.No
     for node in list(inner.graph.nodes):
         for same, source in _identities(node):
             same.replace_all_uses_with(source)
-    output = next(n for n in inner.graph.nodes if n.op == "output")
-    places = [n for n in inner.graph.nodes if n.op == "placeholder"]
+    results: Any = inner.graph.output_node().args[0]
+    places = inner.graph.find_nodes(op="placeholder")
     source_of = dict(zip(places, inputs, strict=True))
-    for read in list(call.users):
-        if read.target is operator.getitem and output.args[0][read.args[1]] in source_of:
-            read.replace_all_uses_with(source_of[output.args[0][read.args[1]]])
+    for read, number in _reads(call):
+        if results[number] in source_of:
+            read.replace_all_uses_with(source_of[results[number]])
 
 
 def _identities(node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
     """(result, argument) of an op that returns an argument itself, found by running it."""
-    op = op_of(node)
+    op: Any = node.target
     if not hasattr(op, "_schema") or op._schema.is_mutable or not is_composite(op):
         return []
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     arguments = {id(n.meta["val"]): n for n in node.all_input_nodes}
     result = op(*args, **kwargs)
-    if isinstance(result, torch.Tensor):
-        return [(node, arguments[id(result)])] if id(result) in arguments else []
-    if not isinstance(result, (list, tuple)):
-        return []
-    reads = [u for u in node.users if u.target is operator.getitem]
-    pairs = [(u, id(result[operands(u)[1]])) for u in reads]
-    return [(u, arguments[number]) for u, number in pairs if number in arguments]
+    several = isinstance(result, (list, tuple))
+    found = [(r, result[i]) for r, i in _reads(node)] if several else [(node, result)]
+    return [(read, arguments[id(value)]) for read, value in found if id(value) in arguments]
+
+
+def _reads(node: fx.Node) -> list[tuple[fx.Node, Any]]:
+    """The nodes that read one of several results, with its number."""
+    return [(u, u.args[1]) for u in node.users if u.target is operator.getitem]
 
 
 def _detach(graph: fx.GraphModule, tracked: set[fx.Node], named: Mapping[fx.Node, str]) -> None:

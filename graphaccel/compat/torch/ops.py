@@ -61,9 +61,10 @@ def is_preservable_composite(op: Any) -> bool:
 
 
 def writes_beyond_schema(op: Any) -> bool:
-    """Whether an op may write what its schema does not declare: batch norms write their running
-    statistics (torch calls them "prim ops with a wrong schema")."""
-    return "batch_norm" in str(op)
+    """Whether an op may write what its schema does not declare: batch norms of before
+    `_native_batch_norm_legit` write their running statistics so."""
+    name = str(getattr(op, "_schema", ""))
+    return "batch_norm" in name and "_native_batch_norm_legit" not in name
 
 
 def grad_region(node: fx.Node) -> tuple[bool, str, tuple[fx.Node, ...]] | None:
