@@ -66,14 +66,14 @@ def cut_stages(
 
     Raises BadPin (GA202) for cuts between rows that were sent to their experts and what reads them.
     """
-    ends = sorted(positions[name] for name in cuts)
-    count = len(ends) + 1
+    count = len(cuts) + 1
     placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
     kinds = {n: spec for n, spec in zip(placeholders, inputs, strict=False)}
     free = _free_nodes(graph, kinds)
     weights = _of_weights(graph, kinds)
     if homes is None:
         behind = {n for n in weights if n.meta.get("phase") == "backward"}
+        ends = sorted(positions[name] for name in cuts)
         stage = _with_weights(graph, _by_position(graph, positions, ends, free, behind), behind)
     else:
         count = 1 + max((s for held in homes.values() for s in held), default=0)

@@ -1,0 +1,74 @@
+"""Evaluation between training steps with other inputs than they have: under every kind of plan the
+outputs are those of eager mode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import graphaccel
+from tests.support.captures import captures_of
+from tests.support.pool import Pool
+
+pytestmark = pytest.mark.multiprocess
+
+
+class Masked(nn.Module):
+    """The mask is of training batches alone, and so is a second head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 8)
+        self.head, self.other = nn.Linear(8, 5), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, labels: Tensor | None = None) -> Any:
+        hidden = self.first(x).tanh()
+        if mask is not None:
+            hidden = hidden * mask
+        hidden = self.second(hidden).tanh()
+        scores, loss = self.head(hidden), None
+        if labels is not None:
+            loss = F.cross_entropy(scores, labels)
+            if self.training:
+                loss = loss + F.cross_entropy(self.other(hidden), labels)
+        return loss, scores
+
+
+def _trained(pins: dict[str, Any] | None) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = Masked().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if pins is not None:
+        graphaccel.optimize(model, optimizer, **pins)
+    found = []
+    for _ in range(2):
+        x, mask = torch.randn(8, 4).double(), torch.rand(8, 8).double()
+        labels = torch.randint(5, (8,))
+        optimizer.zero_grad()
+        loss, _ = model(x, mask, labels)
+        loss.backward()
+        optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            nothing, scores = model(x)
+            found += [loss.detach(), scores, *model(x, labels=labels)]
+        assert nothing is None
+        model.train()
+    return found
+
+
+@captures_of("evaluation inputs")
+def _difference(pins: dict[str, Any]) -> float:
+    pairs = zip(_trained(pins), _trained(None), strict=True)
+    return max(float((a - b).abs().max()) for a, b in pairs)
+
+
+@pytest.mark.parametrize(
+    "pins", [{"pipeline": 2, "microbatches": 2}, {"data": 2, "zero": 3}], ids=["pipeline", "data"]
+)
+def test_as_eager_mode(pool: Pool, pins: dict[str, Any]) -> None:
+    assert max(pool.run(2, _difference, pins)) <= 1e-12
