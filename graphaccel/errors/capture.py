@@ -173,13 +173,32 @@ class CaptureDiffers(GraphAccelError):
 @dataclass(kw_only=True, eq=False, repr=False)
 class PlanDiffers(GraphAccelError):
     """The planned programs do not compute the same as the captured graph. values: what differs, a
-    sentence each."""
+    sentence each.
+
+    overflow: the dtype in which the forward overflows, where float32 does not, if that is why;
+    location: where it first does.
+    """
 
     code = "GA109"
     plan: str
     values: tuple[str, ...]
+    overflow: str = ""
+    location: Location | None = None
 
     def message(self) -> Message:
+        if self.overflow:
+            wider = "bf16" if self.overflow == "float16" else "fp32"
+            return Message(
+                f"the forward overflows in {self.overflow}, and not in float32: {self.plan}",
+                self.location,
+                note="the first value that is infinite or NaN",
+                details=self.values,
+                why="the loss scale keeps gradients in range, not what the forward computes",
+                help=(
+                    "compute in a wider dtype:  "
+                    f'graphaccel.optimize(model, optimizer, precision="{wider}")',
+                ),
+            )
         return Message(
             f"the first step under the plan does not give what one device gives: {self.plan}",
             details=self.values,

@@ -28,6 +28,7 @@ from graphaccel.proof.comparison import Pair, Setting, draws, graph_results
 from graphaccel.proof.constant_draws import ConstantDraws, can_be_constant
 from graphaccel.proof.first_step import affordable
 from graphaccel.proof.graph_step import GraphFailed
+from graphaccel.proof.overflow import refuse_overflow
 from graphaccel.proof.results import Results, shown
 from graphaccel.proof.sums import Sums, sums_of
 from graphaccel.runtime.mesh import Mesh
@@ -214,6 +215,8 @@ def expect(
     program: of the plan. example: whether the first training step may come with other random
     states. known: what the graph gave for the batch when it was compared with eager, as sums; used
     where the plan's step has the same graph. Parameters must still be full. Nothing is changed.
+
+    Raises PlanDiffers (GA109) where the graph cannot be run, or overflows in the plan's precision.
     """
     reason = _too_much(pair, plan, devices)
     if reason:
@@ -228,6 +231,8 @@ def expect(
         with ConstantDraws() if constant else nullcontext():
             known = known if step.graph is pair.step.graph and not constant else None
             built = known or graph_results(replace(pair, step=step), sums_of)
+            if step.graph is not pair.step.graph:
+                refuse_overflow(pair, step, built, plan)
     except torch.OutOfMemoryError:
         return "not enough memory for the whole batch on one device"
     except GraphFailed as failed:
@@ -257,7 +262,7 @@ def expect_together(
 ) -> Expected | str:
     """`expect` on rank 0 for all. A collective.
 
-    Raises PlanDiffers (GA109) where the captured graph cannot be run.
+    Raises what `expect` raises.
     """
     said: list[Any] = [None]
     if devices == 1 or dist.get_rank() == 0:

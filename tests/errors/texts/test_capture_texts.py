@@ -111,6 +111,23 @@ error[GA109]: the first step under the plan does not give what one device gives:
   help: keep the batch on one device:  graphaccel.optimize(model, optimizer, devices=1)
   explain: graphaccel explain GA109""",
     ),
+    (
+        errors.PlanDiffers(
+            plan="data 2 · float16",
+            values=("loss: infinite or NaN in float16, finite in float32",),
+            overflow="float16",
+            location=errors.Location("model.py", 5, "    h = self.a(x) * 1e5"),
+        ),
+        """\
+error[GA109]: the forward overflows in float16, and not in float32: data 2 · float16
+  --> model.py:5
+    5 |     h = self.a(x) * 1e5
+      |     ^^^^^^^^^^^^^^^^^^^ the first value that is infinite or NaN
+  loss: infinite or NaN in float16, finite in float32
+  why:  the loss scale keeps gradients in range, not what the forward computes
+  help: compute in a wider dtype:  graphaccel.optimize(model, optimizer, precision="bf16")
+  explain: graphaccel explain GA109""",
+    ),
 ]
 
 
