@@ -1,4 +1,4 @@
-"""Searches for tests that ask only whether a plan fits."""
+"""Searches for tests that need only a part of their answer."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 from graphaccel.errors import InfeasiblePlan
+from graphaccel.planner.explain import what_if
 from graphaccel.planner.search import search as searching
 
 
@@ -16,6 +17,17 @@ def without_relaxations() -> Iterator[None]:
     """Meanwhile InfeasiblePlan does not name what would help: each of the changes that are
     tried is a search of its own."""
     with patch.object(searching, "infeasible", _infeasible):
+        yield
+
+
+@contextmanager
+def decisions_alone() -> Iterator[None]:
+    """Meanwhile an explanation has its decisions, but no prices and no stability: each of these
+    is a search of its own."""
+    with (
+        patch.object(what_if, "prices", lambda *_: iter(())),
+        patch.object(what_if, "shifts", lambda *_: iter(())),
+    ):
         yield
 
 

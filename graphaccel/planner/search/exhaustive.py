@@ -18,12 +18,13 @@ from itertools import combinations, product
 from graphaccel.planner.plan.axis_orders import orders
 from graphaccel.planner.plan.pins import Pins
 from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.plan.prediction import Prediction
 from graphaccel.planner.profile.candidate_cuts import candidate_cuts
 from graphaccel.planner.search.bounds import Bounds, columns
 from graphaccel.planner.search.candidates import Layout, Shape, plain, weighed
 from graphaccel.planner.search.reasons import mesh_key, seconds
 from graphaccel.planner.search.recompute import block_options
-from graphaccel.planner.search.solve import Outcome, Problem, chunked, excess
+from graphaccel.planner.search.solve import Outcome, Problem, chunked, excess_of
 
 _CUTS = 1500  # of all candidates and orders of their axes together; with more, nothing is tried
 _PLANS = 4000  # that are simulated: some seconds at most
@@ -62,13 +63,16 @@ def solve_whole(
                 one = plan.with_recomputed(blocks)
                 if limit == math.inf and not problem.fits(one):
                     continue  # most do not, where nothing has fitted so far
-                one = problem.predicted(one, simulated=True)
+                prediction = problem.time(one)
                 if not blocks:
-                    floor = _floor(one)
-                time = _weighed(pins, one, seconds(one))
-                if time < limit * _BETTER and excess(one, problem.cluster) <= 0:
+                    floor = _floor(one, prediction)
+                time = _weighed(pins, one, prediction.seconds)
+                if time >= limit * _BETTER:
+                    continue  # however little memory it takes
+                memory = problem.memory(one)
+                if excess_of(memory, problem.cluster) <= 0:
                     limit = time
-                    plans.append(one)
+                    plans.append(replace(one, prediction=replace(prediction, memory=memory)))
     for plan in plans:
         outcome.fitting.insert(0, plan)
         outcome.by_mesh[mesh_key(plan)] = plan
@@ -167,11 +171,10 @@ def _sets(problem: Problem, pins: Pins, plan: Plan) -> Iterator[dict[str, tuple[
     )
 
 
-def _floor(plan: Plan) -> float:
+def _floor(plan: Plan, prediction: Prediction) -> float:
     """Lower bound on the seconds of the plan with any blocks recomputed. A second of recomputation
-    in the backward may hide two of ZeRO 3's collectives, and nothing else is hidden twice."""
-    prediction = plan.prediction
-    assert prediction is not None
+    in the backward may hide two of ZeRO 3's collectives, and nothing else is hidden twice.
+    prediction: of the plan with none recomputed."""
     if plan.zero == 3 and plan.data > 1:
         return prediction.compute + prediction.bubble + prediction.optimizer
     return prediction.seconds

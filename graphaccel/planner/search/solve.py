@@ -54,8 +54,16 @@ class Problem:
 
     def fits(self, plan: Plan) -> bool:
         """Whether `plan` is predicted to fit, without predicting its seconds."""
+        return excess_of(self.memory(plan), self.cluster) <= 0
+
+    def memory(self, plan: Plan) -> tuple[StageMemory, ...]:
+        """The predicted memory of each rank of `plan`."""
         given = self.cluster, self.optimizer_bytes, self.stepping
-        return excess_of(predict_memory(self.layouts.of(plan), plan, *given), self.cluster) <= 0
+        return predict_memory(self.layouts.of(plan), plan, *given)
+
+    def time(self, plan: Plan) -> Prediction:
+        """The predicted seconds of `plan`, by simulation of its schedule, without its memory."""
+        return predict_seconds(self.layouts.of(plan), plan, self.cluster, self.optimizer_bytes)
 
     def predicted(self, plan: Plan, *, simulated: bool) -> Plan:
         """`plan` with its prediction."""

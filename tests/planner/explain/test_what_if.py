@@ -17,6 +17,7 @@ from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.search.record import Record
 from graphaccel.planner.search.search import search
 from graphaccel.report.explanation import answer_lines, explanation_lines
+from tests.planner.searches import decisions_alone
 
 Captured = Callable[[str], StepGraph]
 MadeUp = Callable[..., Cluster]
@@ -228,7 +229,8 @@ def test_what_was_chosen_is_said_to_be(explained: tuple[Plan, Record, Explanatio
 
 def test_pins_stay_and_can_be_let_go(captured: Captured, made_up: MadeUp) -> None:
     plan, record = run(captured("gpt"), made_up(4), data=1)
-    assert explain(record, plan).decisions[0].pinned
+    with decisions_alone():
+        assert explain(record, plan).decisions[0].pinned
     asked = why_not(record, plan, {"recompute": "none"})
     assert asked.name.startswith("data 1 x pipeline 4")
     freed = why_not(record, plan, {"data": None})

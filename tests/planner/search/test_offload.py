@@ -29,7 +29,7 @@ from graphaccel.planner.search.record import Record
 from graphaccel.planner.search.search import search
 from graphaccel.report.compare import comparison
 from graphaccel.report.text import plan_report
-from tests.planner.searches import without_relaxations
+from tests.planner.searches import decisions_alone, without_relaxations
 from tests.support.zoo import ZOO
 
 Captured = Callable[[str], StepGraph]
@@ -239,7 +239,8 @@ def test_explanations_plan_with_and_without(captured: Captured, made_up: MadeUp)
     step, where = captured("gpt"), _where(made_up, 1, TIGHT)
     record = Record()
     plan = _find(step, where, record)
-    why = explain(record, plan)
+    with decisions_alone():
+        why = explain(record, plan)
     (decision,) = [d for d in why.decisions if d.name == "offload"]
     assert (decision.value, decision.pinned) == ("optimizer", False)
     others = {c.value: c for c in decision.others}
