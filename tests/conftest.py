@@ -19,6 +19,26 @@ from tests.support.pool import Pool
 
 pytest_plugins = ("tests.support.fixtures",)
 
+SLOW = (
+    "gloo",
+    "planner",
+    "cli",
+    "kernels",
+    "examples",
+    "validation",
+    "capture",
+    "errors",
+    "training",
+    "passes",
+    "sharding",
+    "compiler",
+    "integrations",
+    "runtime",
+    "ort",
+)
+"""Folders in the order in which they run, before all others: files that take a minute come first,
+or one process would still run the last of them when the other has ended."""
+
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
@@ -52,12 +72,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen = some_cases({item.nodeid: _parameters(item) for item in items})
         config.hook.pytest_deselected(items=[i for i in items if i.nodeid not in chosen])
         items[:] = [i for i in items if i.nodeid in chosen]
-    slow = ("gloo", "examples", "planner", "cli", "kernels", "validation", "integrations", "ort")
     tests = Path(__file__).parent
 
     def rank(item: pytest.Item) -> int:
         folder = item.path.relative_to(tests).parts[0]
-        return slow.index(folder) if folder in slow else len(slow)
+        return SLOW.index(folder) if folder in SLOW else len(SLOW)
 
     items.sort(key=rank)
 

@@ -11,6 +11,7 @@ WHOLE = ("cli", "docs", "errors", "support")
 HEAVY = (
     "capture",
     "compiler",
+    "examples",
     "gloo",
     "guards",
     "integrations",
