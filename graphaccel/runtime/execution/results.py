@@ -46,7 +46,8 @@ class Results:
         like = next(
             (
                 node.meta["val"]
-                for graph, values in self._program.stages[-1].results
+                for stage in self._program.stages  # an earlier one where later layers are skipped
+                for graph, values in stage.results
                 for node, value in zip(returned(graph), values, strict=True)
                 if value.kind == "loss"
             ),

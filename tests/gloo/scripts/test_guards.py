@@ -87,3 +87,60 @@ def _differing() -> str:
 
 def test_ranks_whose_values_differ_all_raise(pool: Pool) -> None:
     assert pool.run(2, _differing) == ["GA404", "GA404"]
+
+
+class Exits(nn.Module):
+    """A loss at every layer up to `depth`, an attribute; `kind` is a plain value of the call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(4)])
+        self.heads = nn.ModuleList([nn.Linear(6, 3) for _ in range(4)])
+        self.depth = 4
+
+    def forward(
+        self, x: Tensor, labels: Tensor | None = None, kind: str = "sum", return_loss: bool = False
+    ) -> Any:
+        losses = []
+        for layer, head in zip(self.layers[: self.depth], self.heads, strict=False):
+            x = layer(x).tanh()
+            losses.append(F.cross_entropy(head(x), labels))
+        loss = torch.stack(losses).sum() if kind == "sum" else torch.stack(losses).mean()
+        return {"loss": loss, "x": x} if return_loss else x
+
+
+def _exits(
+    pins: Mapping[str, Any], depths: tuple[int, ...], kinds: tuple[str, ...]
+) -> tuple[float, int]:
+    states, captures = [], 0
+    for planned in (False, True):
+        torch.manual_seed(0)
+        model = Exits().double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        if planned:
+            graphaccel.optimize(model, optimizer, devices=2, **pins)
+        for model.depth, kind in zip(depths, kinds, strict=True):
+            x, labels = torch.randn(8, 6).double(), torch.randint(3, (8,))
+            optimizer.zero_grad()
+            model(x, labels=labels, kind=kind, return_loss=True)["loss"].backward()
+            optimizer.step()
+        states.append(graphaccel.full_state_dict(model) if planned else model.state_dict())
+        captures = len(captures_in(model).steps) if planned else 0
+    return furthest(*states), captures
+
+
+def test_a_depth_at_which_the_last_stage_has_no_layer(pool: Pool) -> None:
+    pins = {"data": 1, "pipeline": 2, "microbatches": 2}
+    for off, captures in pool.run(2, _exits, pins, (4, 1, 4, 1), ("sum",) * 4):
+        assert off < 1e-12
+        assert captures == 2
+
+
+@pytest.mark.parametrize(
+    "pins", [{"data": 2}, {"data": 1, "pipeline": 2, "microbatches": 2}], ids=str
+)
+def test_plain_values_of_the_call_are_captured_once_each(pool: Pool, pins: dict[str, Any]) -> None:
+    kinds = ("sum",) * 5 + ("mean", "sum", "mean")
+    for off, captures in pool.run(2, _exits, pins, (4,) * 8, kinds):
+        assert off < 1e-12
+        assert captures == 2
