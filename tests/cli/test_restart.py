@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.cli.test_launch import CLEARED, ROOT
+from tests.support.pool import Pool
+from tests.support.scripts import run_as_rank
 
 pytestmark = pytest.mark.multiprocess
 
@@ -84,19 +86,23 @@ def _pids(launcher: subprocess.Popen[str], count: int) -> list[int]:
     return sorted(found)
 
 
+def _printed(out: str) -> set[tuple[str, ...]]:
+    """Lines of TRAINED: a step and its loss."""
+    return {tuple(line.split()) for line in out.splitlines() if line[:1].isdigit()}
+
+
 @pytest.mark.slow
-def test_a_killed_rank_is_restarted_from_the_newest_checkpoint(tmp_path: Path) -> None:
+def test_a_killed_rank_is_restarted_from_the_newest_checkpoint(tmp_path: Path, pool: Pool) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAINED)
-    printed = {}
-    for name, more in (("whole", ()), ("killed", ("--die",))):
-        options = ("--devices", "2", "--max-restarts", "1", "--checkpoint", tmp_path / name)
-        run = _start(*options, script, *more)
-        out, error = run.communicate(timeout=LIMIT)
-        assert run.returncode == 0, error
-        printed[name] = {tuple(line.split()) for line in out.splitlines() if line[0].isdigit()}
-    assert sorted(step for step, _ in printed["whole"]) == list("123456")
-    assert printed["killed"] == printed["whole"]  # bitwise, also what both lives did
+    kept = {"GRAPHACCEL_CHECKPOINT": str(tmp_path / "whole")}
+    whole = _printed(pool.run(2, run_as_rank, str(script), (), kept)[0])
+    options = ("--devices", "2", "--max-restarts", "1", "--checkpoint", tmp_path / "killed")
+    run = _start(*options, script, "--die")
+    out, error = run.communicate(timeout=LIMIT)
+    assert run.returncode == 0, error
+    assert sorted(step for step, _ in whole) == list("123456")
+    assert _printed(out) == whole  # bitwise, also what both lives did
     assert "step-00000003, step 3" in error
     assert sorted(p.name for p in (tmp_path / "killed").iterdir()) == [
         "step-00000005",

@@ -72,7 +72,7 @@ def test_two_processes_print_and_save_what_one_does(run_here, run_apart, tmp_pat
 
 
 @pytest.mark.multiprocess
-def test_two_processes_resume_what_one_saved(run_here, run_apart, tmp_path: Path) -> None:
+def test_two_processes_resume_what_one_saved(run_here, run_ranks, tmp_path: Path) -> None:
     whole = numbers(
         run_here(
             "nanogpt/train_plain.py", *SMALL, "--max-iters=6", f"--out={tmp_path / 'whole.pt'}"
@@ -80,8 +80,7 @@ def test_two_processes_resume_what_one_saved(run_here, run_apart, tmp_path: Path
     )
     out = f"--out={tmp_path / 'stopped.pt'}"
     run_here("nanogpt/train_plain.py", *SMALL, "--max-iters=3", out)
-    launch = ("-m", "graphaccel", "run", "--devices", "2", str(FOLDER / "train.py"))
-    printed = run_apart(*launch, *SMALL, "--max-iters=6", out, "--resume")
+    printed = run_ranks("nanogpt/train.py", *SMALL, "--max-iters=6", out, "--resume")
     assert f"resumed {tmp_path / 'stopped.pt'} at iteration 3" in printed
     resumed = numbers(printed)
     assert list(resumed) == ["iter 3", "iter 4", "iter 5", "step 6"]
