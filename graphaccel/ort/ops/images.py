@@ -137,6 +137,8 @@ def _max_pool(b: Builder, node: fx.Node, a: Arguments) -> list[Value]:
 
 def _max_pool_backward(b: Builder, node: fx.Node, a: Arguments) -> Value:
     x, grad, places = a["self"], a["grad_output"], a["indices"]
+    if len(x.shape) != 4:
+        raise Declined("it has no batch")
     rows = x.shape[0] * x.shape[1]
     zeros = b.expand(b.constant(0, grad.dtype), [rows, x.shape[2] * x.shape[3]])
     flat = [rows, grad.shape[2] * grad.shape[3]]
