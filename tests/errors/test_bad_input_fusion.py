@@ -11,18 +11,11 @@ import torch
 
 import graphaccel
 from graphaccel import errors
-from graphaccel.kernels.fusion import T, fusion
+from graphaccel.kernels.fusion import fusion
 from graphaccel.kernels.registry import fusions
-from tests.support.small import Classifier, small_batch, used_optimizer
+from tests.support.small import DOUBLED, Classifier, small_batch, used_optimizer
 from tests.support.untouched import plain_places, refused
 
-PARTS: dict[str, Any] = {
-    "inputs": {"x": T("... d")},
-    "outputs": {"y": T("... d")},
-    "devices": (),  # "auto" must not place it in the models of other tests
-    "pattern": lambda x: x * 2,
-    "forward": lambda x: x * 2,
-}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "branches_on_data": (
         {"pattern": lambda x: x if x.sum() > 0 else -x},
@@ -56,7 +49,7 @@ def test_refused_when_it_is_registered(name: str) -> None:
     fusions()  # those of the package have their names
     changes, reason = REFUSED[name]
     with pytest.raises(errors.BadFusion) as caught:
-        fusion(type(name, (), {**PARTS, **changes}))
+        fusion(type(name, (), {**DOUBLED, **changes}))
     assert (
         str(caught.value)
         == f"""\
@@ -72,8 +65,8 @@ def test_a_class_that_is_refused_is_shown() -> None:
 
         @fusion
         class shown_in_the_error:
-            inputs = PARTS["inputs"]
-            outputs = PARTS["outputs"]
+            inputs = DOUBLED["inputs"]
+            outputs = DOUBLED["outputs"]
             devices = ()
 
             def pattern(x: Any) -> Any:
@@ -109,7 +102,7 @@ def test_a_kernel_that_fails_while_it_runs() -> None:
     def fake(x: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(x, memory_format=torch.contiguous_format)
 
-    parts = {**PARTS, "pattern": lambda x: torch.tanh(x) * 2, "forward": forward, "fake": fake}
+    parts = {**DOUBLED, "pattern": lambda x: torch.tanh(x) * 2, "forward": forward, "fake": fake}
     fusion(type("out_of_registers", (), parts))
 
     class Doubled(torch.nn.Module):

@@ -25,6 +25,7 @@ DECLINED = {
     aten.convolution_backward.default: ("it is a transposed", "its weight gradient is grouped"),
     aten._native_batch_norm_legit_functional.default: ("it has a tensor without elements",),
     aten.native_batch_norm_backward.default: ("it is not in training mode",),
+    aten.max_pool2d_with_indices.default: ("it has no batch",),
 }
 
 

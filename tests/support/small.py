@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from graphaccel.kernels.fusion import T
+
+DOUBLED = MappingProxyType(
+    {
+        "inputs": {"x": T("... d")},
+        "outputs": {"y": T("... d")},
+        "devices": (),  # "auto" must not place it in the models of other tests
+        "pattern": lambda x: x * 2,
+        "forward": lambda x: x * 2,
+    }
+)
+"""Parts of a fusion, y = 2 x."""
 
 WIDTH = 8
 CLASSES = 4

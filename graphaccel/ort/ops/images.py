@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -137,11 +138,9 @@ def _max_pool(b: Builder, node: fx.Node, a: Arguments) -> list[Value]:
 
 def _max_pool_backward(b: Builder, node: fx.Node, a: Arguments) -> Value:
     x, grad, places = a["self"], a["grad_output"], a["indices"]
-    if len(x.shape) != 4:
-        raise Declined("it has no batch")
-    rows = x.shape[0] * x.shape[1]
-    zeros = b.expand(b.constant(0, grad.dtype), [rows, x.shape[2] * x.shape[3]])
-    flat = [rows, grad.shape[2] * grad.shape[3]]
+    rows = math.prod(x.shape[:-2])  # of images, which may have no batch
+    zeros = b.expand(b.constant(0, grad.dtype), [rows, math.prod(x.shape[-2:])])
+    flat = [rows, math.prod(grad.shape[-2:])]
     index, values = b.reshape(places, flat), b.reshape(grad, flat)
     built = b.op("ScatterElements", zeros, index, values, axis=1, reduction="add")
     return b.reshape(built, x.shape)
