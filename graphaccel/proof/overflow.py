@@ -25,13 +25,13 @@ from graphaccel.proof.sums import sums_of
 from graphaccel.proof.untouched import untouched
 
 
-def refuse_overflow(pair: Pair, lowered: StepGraph, made: Results, plan: Plan) -> None:
-    """Compare whether loss and outputs are finite. lowered: the step in the plan's precision; made:
-    its results, as sums.
+def refuse_overflow(pair: Pair, lowered: StepGraph, computed: Results, plan: Plan) -> None:
+    """Compare whether loss and outputs are finite. lowered: the step in the plan's precision;
+    computed: its results, as sums.
 
     Raises PlanDiffers (GA109).
     """
-    odd = {name for name, finite in _finite(made) if not finite}
+    odd = {name for name, finite in _finite(computed) if not finite}
     if not odd:
         return
     wide = dict(_finite(graph_results(pair, sums_of)))

@@ -62,8 +62,9 @@ def _of_a_whole(original: Any, whole: Callable[[], bool]) -> Callable[..., Any]:
     save = original.save_pretrained
 
     def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(save).bind(self, *args, **kwargs).arguments
-        if given.get("state_dict") is None and not whole():
+        given = inspect.signature(save).bind(self, *args, **kwargs)
+        state = {**given.arguments, **given.kwargs}.get("state_dict")  # by its name, or by **kwargs
+        if state is None and not whole():
             raise PartOfModel(what=f"`{original.__name__}`")
         return save(self, *args, **kwargs)
 

@@ -128,8 +128,8 @@ def _identities(node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
     arguments = {id(n.meta["val"]): n for n in node.all_input_nodes}
     result = op(*args, **kwargs)
     several = isinstance(result, (list, tuple))
-    found = [(r, result[i]) for r, i in _reads(node)] if several else [(node, result)]
-    return [(read, arguments[id(value)]) for read, value in found if id(value) in arguments]
+    pairs = [(r, result[i]) for r, i in _reads(node)] if several else [(node, result)]
+    return [(read, arguments[id(value)]) for read, value in pairs if id(value) in arguments]
 
 
 def _reads(node: fx.Node) -> list[tuple[fx.Node, Any]]:

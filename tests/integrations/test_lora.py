@@ -1,0 +1,140 @@
+"""Adapters of peft: a frozen model, a few trained weights, under each plan as on one device."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import graphaccel
+from graphaccel.integrations.transformers import Trainer
+from tests.integrations.test_trainer import PLANS, WORDS, Lines, apart, arguments
+from tests.support.pool import Pool
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.filterwarnings("ignore")]
+
+CLOSE = 1e-6  # the loss of transformers is in float32
+ADAPTERS = "adapter_model.safetensors"
+
+
+def base() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=2, vocab_size=WORDS, **heads
+    )
+    return LlamaForCausalLM(config).double()
+
+
+def adapted() -> PeftModel:
+    lora = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
+    model = get_peft_model(base(), lora).double()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:  # zero at first, so that A would have no gradient
+            torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def trained(model: Any) -> list[torch.nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def steps(model: Any, optimizer: torch.optim.Optimizer) -> list[float]:
+    losses = []
+    for row in Lines(3, seed=5).ids:
+        rows = torch.stack([row, row.flip(0), row.roll(1), row.roll(2)])
+        loss = model(input_ids=rows, labels=rows).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    return losses
+
+
+def _under(pins: dict[str, Any], folder: str) -> tuple[list[float], float]:
+    model = adapted()
+    optimizer = torch.optim.AdamW(trained(model), lr=0.05)
+    graphaccel.optimize(model, optimizer, devices=2, **pins)
+    losses = steps(model, optimizer)
+    state = graphaccel.full_state_dict(model)
+    if torch.distributed.get_rank() == 0:
+        model.save_pretrained(folder, state_dict=state)
+    moments = [s[name] for s in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    return losses, sum(t.numel() * t.element_size() for t in moments)
+
+
+def _plain() -> tuple[list[float], dict[str, torch.Tensor]]:
+    model = adapted()
+    losses = steps(model, torch.optim.AdamW(trained(model), lr=0.05))
+    return losses, get_peft_model_state_dict(model)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_losses_and_saved_adapters_are_those_of_one_device(
+    pool: Pool, name: str, tmp_path: Path
+) -> None:
+    expected, adapters = _plain()
+    assert max(expected) - min(expected) > 1e-2
+    for losses, _ in pool.run(2, _under, PLANS[name], str(tmp_path)):
+        assert losses == pytest.approx(expected, abs=CLOSE)
+    saved = load_file(tmp_path / ADAPTERS)
+    assert saved.keys() == adapters.keys()
+    for key, value in adapters.items():
+        torch.testing.assert_close(saved[key], value, rtol=1e-5, atol=CLOSE)
+    again = PeftModel.from_pretrained(base(), str(tmp_path))
+    torch.testing.assert_close(get_peft_model_state_dict(again), saved)
+
+
+def test_memory_is_predicted_for_adapters_only() -> None:
+    model = adapted()
+    optimizer = torch.optim.AdamW(trained(model), lr=0.05)
+    graphaccel.optimize(model, optimizer, devices=1)
+    rows = Lines(4, seed=5).ids
+    model(input_ids=rows, labels=rows).loss.backward()
+    held = [p for p in model.parameters() if p.grad is not None]
+    assert {id(p) for p in held} == {id(p) for p in trained(model)}
+    optimizer.step()
+    moments = [s[name] for s in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    measured = sum(t.numel() * t.element_size() for t in moments)
+    assert measured == 2 * sum(p.numel() * p.element_size() for p in trained(model))
+    (predicted,) = model.graphaccel.plan.prediction.memory
+    assert predicted.optimizer == measured
+
+
+def _fine_tuned(kind: type, folder: str, resume: str | None = None, **more: Any) -> Any:
+    transformers.utils.logging.disable_progress_bar()
+    trainer = kind(
+        model=adapted(),
+        args=arguments(folder, eval_strategy="no", load_best_model_at_end=False),
+        train_dataset=Lines(40, seed=1),
+        **more,
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    rows = trainer.state.log_history
+    return [{k: row[k] for k in ("loss", "grad_norm") if k in row} for row in rows if "loss" in row]
+
+
+def _with_trainer(plan: dict[str, Any], root: str) -> tuple[Any, Any, list[str]]:
+    history = _fine_tuned(Trainer, f"{root}/planned", optimize=plan)
+    torch.distributed.barrier()
+    again = _fine_tuned(Trainer, f"{root}/again", f"{root}/planned/checkpoint-2", optimize=plan)
+    return history, again, os.listdir(f"{root}/planned/checkpoint-4")
+
+
+@pytest.mark.parametrize("name", ["zero3", "pipeline"])
+def test_trainer_saves_and_resumes_adapters(pool: Pool, name: str, tmp_path: Path) -> None:
+    expected = _fine_tuned(transformers.Trainer, str(tmp_path / "plain"))
+    for history, again, files in pool.run(
+        2, _with_trainer, PLANS[name], str(tmp_path), timeout_s=300
+    ):
+        assert apart(expected, history) < CLOSE
+        assert apart(expected[2:], again[-2:]) < CLOSE
+        assert ADAPTERS in files
+        assert "model.safetensors" not in files
