@@ -23,6 +23,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from graphaccel.compat.torch.ops import is_view, written_arguments
+from graphaccel.ir.nodes import drop_dead
 
 aten = torch.ops.aten
 
@@ -75,6 +76,7 @@ def without_writes(graph: fx.GraphModule) -> None:
         if target is None or (read and not only_seen):
             raise SharedWrite(str(node.target))
         _replace(node, over, target, place)
+    drop_dead(graph.graph)  # a write that nobody reads was kept for its effect
 
 
 def _functional(node: fx.Node) -> Callable[..., Any] | None:

@@ -43,6 +43,17 @@ def seen(x: Tensor, y: Tensor) -> Tensor:
     return turned.sum(1)
 
 
+def test_a_write_that_nobody_reads_is_dropped() -> None:
+    def unread(x: Tensor, y: Tensor) -> Tensor:
+        (x * 2).transpose_(0, 1).add_(1)
+        return y * 2
+
+    graph = traced(unread, torch.randn(4, 6), torch.randn(4, 3))
+    without_writes(graph)
+    (call,) = graph.graph.find_nodes(op="call_function", target=aten.mul.Tensor)
+    assert [n for n in graph.graph.nodes if n.op == "call_function"] == [call]
+
+
 @pytest.mark.parametrize("function", [gates, narrow, seen], ids=lambda f: f.__name__)
 def test_what_is_computed_stays(function) -> None:
     torch.manual_seed(0)
