@@ -44,8 +44,7 @@ def whole_pair(run: Run, prepared: Prepared | None, batch: Batch) -> Pair | str:
 def step_results(run: Run, prepared: Prepared, result: StepResult, program: StepProgram) -> Given:
     """The results of a step of this program on this rank."""
     buffers = dict((*run.model.named_parameters(), *run.model.named_buffers()))
-    values = (v for p in program.stages for v in p.forward_outputs if v.kind == "buffer")
-    written = {v.name for v in values if v.name in buffers and prepared.session.holds(v.name)}
+    written = {n for n in program.written if n in buffers and prepared.session.holds(n)}
     held = {n: buffers[n].detach() for n in written}
     return Given(result.loss, result.outputs, result.gradients, result.layouts, held, result.inputs)
 

@@ -158,7 +158,8 @@ class StageProgram:
 
     @property
     def results(self) -> tuple[tuple[fx.GraphModule, tuple[Value, ...]], ...]:
-        """The graphs that may return the loss and the model's outputs, with their outputs."""
+        """The graphs that may return the loss, the model's outputs and new values of buffers, with
+        their outputs."""
         forward = (self.forward, self.forward_outputs)
         return (forward,) if self.head is None else (forward, (self.head, self.head_outputs))
 
@@ -261,7 +262,8 @@ class StepProgram:
         makers = {
             value.name: stage.stage
             for stage in self.stages
-            for value in stage.forward_outputs
+            for _, values in stage.results
+            for value in values
             if value.kind == "buffer"
         }
         holders = {

@@ -128,13 +128,19 @@ class Pair:
                 graph = self.graph(batch, setting, observe)
             if seen is not None:
                 seen(graph)
-            graph = replace(graph, buffers=_changed(model, graph.buffers))
+            changed = _changed(model, graph.buffers)
             state.restore()
             with self._plain(setting, guard, of_eager()), ExitStack() as stack:
                 if watch is not None:
                     stack.enter_context(watch())
                 eager = run_eager(self.subject, batch, tangent, guard)
-        return graph, eager
+        # One that only one of the two changes, may be by rounding, is as it was in the other.
+        held = dict((*model.named_parameters(), *model.named_buffers()))
+        kept = {
+            n: held[n].detach().to(t.dtype) for n, t in changed.items() if n not in eager.buffers
+        }
+        ours = {n: t for n, t in graph.buffers.items() if n in changed or n in eager.buffers}
+        return replace(graph, buffers=ours), replace(eager, buffers={**eager.buffers, **kept})
 
     def eager_runs(self) -> None:
         """Run eager code on the whole batch. Raises what the user's model raises."""

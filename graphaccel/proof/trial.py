@@ -68,9 +68,7 @@ def _same_scale(scale: LossScale | None) -> LossScale | None:
 def _restored(session: Session, compiled: CompiledStep) -> Iterator[None]:
     """Restore buffers that a step writes, and random states."""
     held = session.held({}).buffers
-    written = {
-        v.name for p in compiled.program.stages for v in p.forward_outputs if v.kind == "buffer"
-    } | set(compiled.program.written)
+    written = compiled.program.written
     before: list[tuple[Tensor, Tensor]] = [
         (held[n], held[n].detach().clone()) for n in sorted(written) if n in held
     ]

@@ -29,6 +29,10 @@ class Examples:
     def _counts(self, size: Any) -> bool:
         return self.symbol in getattr(size, "free_symbols", ())
 
+    def multiple(self, size: Any) -> bool:
+        """Whether a size that depends on the number of examples is a multiple of it."""
+        return size.subs(self.symbol, 0) == 0
+
     def carrying(self, dims: Iterable[Any]) -> list[int]:
         """The dims whose sizes depend on the number of examples."""
         return [dim for dim, size in enumerate(dims) if self._counts(size)]

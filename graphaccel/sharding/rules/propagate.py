@@ -285,6 +285,8 @@ class _State:
                 self._conflict(node, "it numbers the examples of a batch")
             if not carry:
                 return REPLICATED
+            if not self.examples.multiple(dims[carry[0]]):  # a queue without its last examples
+                self._conflict(node, "its size is no multiple of the number of examples")
             uniform = node.target in UNIFORM or node.target in COUNTS
             merged = uniform and dims[carry[0]] != self.examples.symbol
             return placed_at(carry[0], ANY if merged else 1)
