@@ -150,15 +150,17 @@ def test_the_demo_stops_with_the_exit_code_of_what_failed(gpt2) -> None:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("kind", ["plain", "hf"])
 def test_two_processes_have_the_curve_of_one(
-    run_here, run_apart, cache: str, tmp_path: Path, kind: str
+    run_here, run_apart, run_ranks, cache: str, tmp_path: Path, kind: str
 ) -> None:
+    """The plain model's script starts its own second process."""
     one, two = tmp_path / "one.json", tmp_path / "two.json"
     same = [*SMALL, cache, f"--model={kind}"]
     run_here("gpt2/train.py", *same, "--eager", f"--curve={one}")
-    script = str(EXAMPLES / "gpt2" / "train.py")
-    out = run_apart(
-        script, *same, "--devices=2", "--pipeline=2", "--interleave=1", "--report", f"--curve={two}"
-    )
+    plan = ("--devices=2", "--pipeline=2", "--interleave=1", "--report", f"--curve={two}")
+    if kind == "plain":
+        out = run_apart(str(EXAMPLES / "gpt2" / "train.py"), *same, *plan)
+    else:
+        out = run_ranks("gpt2/train.py", *same, *plan)
     expected, got = json.loads(one.read_text()), json.loads(two.read_text())
     assert got["losses"] == pytest.approx(expected["losses"], abs=1e-4)
     for (step, loss), (_, reference) in zip(got["validation"], expected["validation"], strict=True):

@@ -142,7 +142,7 @@ ALL = tuple(f"blocks.{n}" for n in range(LAYERS))
         (Plan(2, data=2, microbatches=2, batch=8, recompute=ALL), True),
         (Plan(2, data=2, microbatches=2, batch=8, recompute=("blocks.1", "blocks.4")), False),
     ],
-    ids=lambda value: value.name if isinstance(value, Plan) else "",
+    ids=lambda value: plan_name(value) if isinstance(value, Plan) else "",
 )
 def test_programs_are_those_of_all_layers(
     plan: Plan, programs: bool, deep: StepGraph, monkeypatch: pytest.MonkeyPatch
