@@ -48,7 +48,7 @@ from graphaccel.ir.program import Prologue
 from graphaccel.ir.values import fake_like, propagate, returned
 from graphaccel.passes.microbatch.around_head import Around, sharded_dim
 from graphaccel.passes.microbatch.prologue import build_prologue
-from graphaccel.passes.microbatch.sections import at_sizes, grows, has_sections
+from graphaccel.passes.microbatch.sections import grows, has_sections, resized
 from graphaccel.planner.plan.limits import Limit, Limits
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.sharding.rules.batch_placement import (
@@ -99,12 +99,12 @@ def exact_microbatch(
     if parts == 1:
         placed = BatchPlacement({}, (), (), frozenset(), ())
     else:
-        placed = batch_placement(step, over_time=plan.microbatches > 1)
+        placed = resized(batch_placement(step, over_time=plan.microbatches > 1), step.sizes, whole)
         _refuse_conflicts(step, plan, placed)
     built = _Local(step, plan, placed, whole)
     local = built.build(fakes)
     prologue = build_prologue(step, whole, built.hoisted)
-    places = tuple(at_sizes(n, _place(placed, n), step.sizes, whole) for n in returned(step.graph))
+    places = tuple(_place(placed, n) for n in returned(step.graph))
     return LocalStep(local, prologue, places, bool(placed.head))
 
 
@@ -329,7 +329,7 @@ class _Local:
 
     def _part_of_hoisted(self, node: fx.Node, shape: Sequence[int], place: Any) -> list[int]:
         """A further input: each part's slice of a hoisted value. Returns its shape."""
-        dim, outer = sharded_dim(at_sizes(node, place, self.step.sizes, self.whole))
+        dim, outer = sharded_dim(place)
         part = self._placeholder(f"part_{node.name}", node)
         part.meta["slice"] = dim, outer
         self.around.own[node] = part

@@ -7,6 +7,7 @@ counts them at the sizes of the capture; a longer sequence has more.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import sympy
@@ -14,7 +15,7 @@ import torch
 from torch import fx
 
 from graphaccel.capture.symbols import BATCH, evaluate
-from graphaccel.sharding.rules.batch_placement import ANY
+from graphaccel.sharding.rules.batch_placement import ANY, BatchPlacement, Conflict
 from graphaccel.sharding.rules.shard import Shard
 
 
@@ -31,14 +32,35 @@ def has_sections(node: Any, place: Any, sizes: Mapping[sympy.Symbol, int]) -> bo
     return not rows.free_symbols or evaluate(rows, sizes) == place.outer
 
 
-def at_sizes(
-    node: Any, place: Any, captured: Mapping[sympy.Symbol, int], sizes: Mapping[sympy.Symbol, int]
-) -> Any:
-    """The placement of a value at other sizes than those captured, where it `has_sections`."""
-    if not isinstance(place, Shard) or not has_sections(node, place, captured):
-        return place
-    rows = node.meta["dims"][place.dim] / BATCH
-    return Shard(place.dim, int(evaluate(rows, sizes))) if rows.free_symbols else place
+def resized(
+    placed: BatchPlacement,
+    captured: Mapping[sympy.Symbol, int],
+    sizes: Mapping[sympy.Symbol, int],
+) -> BatchPlacement:
+    """The placement of a batch of other sizes than those captured.
+
+    Where the head would read a value whose sections are not known then, it is a conflict.
+    """
+    if all(sizes[s] == n for s, n in captured.items() if s != BATCH):
+        return placed
+    unknown: list[Conflict] = []
+
+    def each(node: fx.Node, place: Any, dims: Any) -> Any:
+        if isinstance(place, tuple):
+            return tuple(each(node, p, d) for p, d in zip(place, dims, strict=True))
+        if not isinstance(place, Shard) or place.outer == ANY:
+            return place
+        rows = dims[place.dim] / BATCH
+        if rows.free_symbols and evaluate(rows, captured) != place.outer:
+            if node in placed.slices or any(user in placed.head for user in node.users):
+                unknown.append(Conflict(node, "the batch lies inside another dim of another size"))
+            return place
+        return Shard(place.dim, int(evaluate(rows, sizes))) if rows.free_symbols else place
+
+    places = {n: each(n, p, n.meta.get("dims")) for n, p in placed.places.items()}
+    slices = {n: each(n, p, n.meta.get("dims")) for n, p in placed.slices.items()}
+    conflicts = (*placed.conflicts, *unknown)
+    return replace(placed, places=places, slices=slices, conflicts=conflicts)
 
 
 def grows(node: fx.Node, place: Any) -> bool:

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import graphaccel
 from tests.support.captures import captures_of
+from tests.support.inside import captures_in
 from tests.support.pool import Pool
 
 pytestmark = pytest.mark.multiprocess
@@ -114,3 +115,46 @@ def test_on_one_device() -> None:
 
 def test_rows_that_are_returned_beside_a_loss(pool: Pool) -> None:
     assert max(pool.run(2, _difference, "GRU", RETURNED)) <= 1e-12
+
+
+class Weighted(nn.Module):
+    """Its loss weights the rows of all positions and examples with each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attending = Attending()
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        scores, _ = self.attending(tokens, None)
+        weights = scores[:, 0].softmax(0)
+        return (F.nll_loss(scores, labels.reshape(-1), reduction="none") * weights).sum()
+
+
+@captures_of("weighted rows")
+def _lengths(pins: dict[str, Any]) -> tuple[float, int]:
+    """Lengths after that of the capture: longer, a multiple of it, shorter."""
+    losses: list[list[float]] = []
+    for planned in (False, True):
+        torch.manual_seed(0)
+        model = Weighted().double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if planned:
+            graphaccel.optimize(model, optimizer, batch_dims={0: 1, 1: 1}, **pins)
+        losses.append([])
+        for length in (6, 10, 12, 4):
+            optimizer.zero_grad()
+            loss = model(*torch.randint(TOKENS, (2, length, EXAMPLES)))
+            loss.backward()
+            optimizer.step()
+            losses[-1].append(loss.item())
+    off = max(abs(a - b) for a, b in zip(*losses, strict=True))
+    return off, len(captures_in(model).steps)
+
+
+@pytest.mark.parametrize(
+    "pins", [{"data": 2}, {"data": 1, "pipeline": 2, "microbatches": 2}], ids=str
+)
+def test_rows_of_other_lengths_than_captured(pool: Pool, pins: dict[str, Any]) -> None:
+    for off, captures in pool.run(2, _lengths, pins):
+        assert off <= 1e-12
+        assert captures == 1
