@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import fx
 
@@ -233,7 +234,7 @@ class StepProgram:
     backward_edges: frozenset[tuple[int, int]]
     loss_partial: bool
     shared: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    output_places: Mapping[int, object] = field(default_factory=dict)
+    output_places: Mapping[int, Any] = field(default_factory=dict)
     random: bool = False
     shared_draws: bool = False
     resting: Mapping[str, tuple[Sharded, ...]] = field(default_factory=dict)

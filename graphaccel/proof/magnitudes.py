@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from graphaccel.compat.torch.ops import is_view
 from graphaccel.ir.calls import arguments
+from graphaccel.ir.values import operands
 
 aten = torch.ops.aten
 
@@ -82,7 +83,8 @@ class Magnitudes:
 
     def _magnitude(self, node: fx.Node, run: Run) -> Tensor:
         if node.target is operator.getitem:
-            return _of_norm(node.args[0], self._values[node.args[0]])
+            norm = operands(node)[0]
+            return _of_norm(norm, self._values[norm])
         given = {n: _absolute(self._values[n]) for n in node.all_input_nodes}
         return _of_sum(node, given) if node.target in _SUMS else run(node, given).abs()
 
@@ -103,7 +105,8 @@ def _is_followed(node: fx.Node, within: bool) -> bool:
     if node.op != "call_function":
         return False
     if node.target is operator.getitem:
-        return not within and node.args[0].target is _NORM and node.args[1] == _MEAN
+        source, item = operands(node)
+        return not within and source.target is _NORM and item == _MEAN
     if node.target in _REDUCTIONS or node.target in _SCALED or is_view(node):
         return True
     return not within and node.target in _SUMS
