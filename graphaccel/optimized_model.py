@@ -58,7 +58,7 @@ class Handle:
         self._guard = LossGuard(run.settings.on_nonfinite, rank)
         self._inner = tuple(run.model.named_modules())
         self._reading = Reading(run.model)
-        self._unplanned = Unplanned(run.optimizer, lambda: self.plan is not None)
+        self._unplanned = Unplanned(run.model, run.optimizer, lambda: self.plan is not None)
         self._prepared: Prepared | None = None
         self._steps: Steps | None = None
 

@@ -1,4 +1,4 @@
-"""Refuses a training that runs beside the plan: one whose forwards are all in evaluation mode."""
+"""Refuses a training that runs beside the plan: in evaluation mode only, or through submodules."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from graphaccel.capture.export.outputs import flatten_output
 from graphaccel.errors import GraphMisuse
@@ -14,6 +14,9 @@ from graphaccel.progress import progress
 
 HELP = "model.eval(); model.training = True"
 """Trains in evaluation mode: the root module alone says whether a forward is a training step."""
+_AROUND = (
+    "optimizer.step() on gradients that no call of the optimized model computed: no plan is used"
+)
 _WHAT = "gradients of forwards in evaluation mode only: no plan is made for these, nor used"
 
 
@@ -24,10 +27,15 @@ class Unplanned:
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer | None, planned: Callable[[], bool]
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        planned: Callable[[], bool],
     ) -> None:
-        self._planned, self._trained = planned, False
-        self._optimizer = optimizer  # without a hook until there is something to refuse
+        self._model, self._planned, self._trained = model, planned, False
+        self._to_report = optimizer is None
+        if optimizer is not None:
+            optimizer.register_step_pre_hook(self._before_step)
 
     def watch(self, output: Any) -> None:
         """Notice a backward from what a plain forward returned."""
@@ -38,19 +46,24 @@ class Unplanned:
                 leaf.register_hook(self._mark)
 
     def _mark(self, _gradient: Tensor) -> None:
-        if self._trained:
-            return
-        self._trained = True
-        if self._optimizer is None:
+        if self._to_report and not self._trained:
             progress("not planned", _WHAT, 0.0)
-        else:
-            self._optimizer.register_step_pre_hook(self._before_step)
+        self._trained = True
 
     def _before_step(self, *_: Any) -> None:
         """Raises GraphMisuse (GA407)."""
-        if self._trained and not self._planned():
+        if self._planned():
+            return
+        if self._trained:
             raise GraphMisuse(
                 what=f"optimizer.step() on {_WHAT}",
                 help_line=f"to train with dropout off and batch statistics fixed:  {HELP}",
                 other_help="to train as usual:  model.train()",
+            )
+        if any(p.grad is not None for p in self._model.parameters()):
+            raise GraphMisuse(
+                what=_AROUND,
+                help_line="call the model itself, not a module in it:  output = model(batch)",
+                other_help="or optimize the module that is called:  "
+                "graphaccel.optimize(model.module, optimizer)",
             )

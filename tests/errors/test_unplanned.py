@@ -60,6 +60,44 @@ def test_training_in_evaluation_mode_is_refused_and_the_help_works() -> None:
     torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=1e-10, atol=1e-12)
 
 
+AROUND = """\
+error[GA407]: optimizer.step() on gradients that no call of the optimized model computed: no plan is used
+  help: call the model itself, not a module in it:  output = model(batch)
+  help: or optimize the module that is called:  graphaccel.optimize(model.module, optimizer)
+  explain: graphaccel explain GA407"""
+
+
+class Wrapped(nn.Module):
+    """A model in a model, as scripts have it that call `wrapped.module(...)`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = Net()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.module(x, y)
+
+
+def test_training_through_a_submodule_is_refused_and_the_help_works() -> None:
+    model = Wrapped().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = tuple(torch.randn(2, 4, 4).double())
+    graphaccel.optimize(model, optimizer, devices=1)
+    model.module(*batch).backward()
+    with refused(errors.GraphMisuse, AROUND, model, optimizer):
+        optimizer.step()
+    optimizer.zero_grad()
+    model(*batch).backward()
+    optimizer.step()
+    assert model.graphaccel.plan is not None
+    model = Wrapped().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    graphaccel.optimize(model.module, optimizer, devices=1)
+    model.module(*batch).backward()
+    optimizer.step()
+    assert model.module.graphaccel.plan is not None
+
+
 @pytest.mark.parametrize("first", ["no_grad", "evaluation", "gradients of inputs"])
 def test_a_first_call_that_does_not_train_leaves_the_plan_to_the_first_that_does(
     first: str,

@@ -1,0 +1,185 @@
+"""A strategy of Lightning whose module trains under a plan.
+
+    from graphaccel.integrations.lightning import PlannedStrategy
+    trainer = Trainer(strategy=PlannedStrategy(devices=2), devices=1)  # or strategy="graphaccel"
+
+Its arguments are those of `graphaccel.optimize`; without them, the launcher says how many ranks
+there are. All ranks read the same batches, and the plan splits them: to Lightning, each rank is the
+only process. `training_step` calls the module (`self(batch)`), whose forward is what is planned.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision, Precision
+from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+
+from graphaccel.api import full_state_dict, optimize, start_ranks
+from graphaccel.arguments import read_plan
+from graphaccel.checkpoint.load import load
+from graphaccel.checkpoint.save import save
+from graphaccel.errors import GraphMisuse
+
+_MIXED = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
+_SUFFIX = ".optimizer"
+
+
+class PlannedStrategy(SingleDeviceStrategy):
+    """Lightning's strategy for one device, with the module under a plan on all ranks.
+
+    settings: keyword arguments of `graphaccel.optimize`: `devices`, `plan`, and pins.
+      `Trainer(precision="bf16-mixed")` is the pin `precision`.
+
+    Raises GraphMisuse (GA407) for what contradicts a plan, and what `graphaccel.optimize` raises.
+    """
+
+    strategy_name = "graphaccel"
+
+    def __init__(self, **settings: Any) -> None:
+        plan, timeout = read_plan(settings.get("plan"), {}), settings.get("timeout", 600.0)
+        cluster = settings.get("cluster")
+        count, device = start_ranks(settings.get("devices"), plan, cluster, timeout)
+        super().__init__(device=device)
+        self._settings = {**settings, "devices": count}
+        self._restored: Path | None = None
+        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self.global_rank = dist.get_rank() if dist.is_initialized() else 0
+        rank_zero_only.rank = self.global_rank
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this rank writes and prints."""
+        return self.global_rank == 0
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for all ranks."""
+        if dist.is_initialized():
+            dist.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """The object of rank `src`, such as the folder of a checkpoint, on all ranks."""
+        if not dist.is_initialized():
+            return obj
+        sent = [obj]
+        dist.broadcast_object_list(sent, src=src)
+        return sent[0]
+
+    def setup(self, trainer: Any) -> None:
+        """Let the module train under a plan, with the optimizer that it configures."""
+        self._settings = _with_precision(self._settings, self.precision_plugin)
+        if "precision" in self._settings:
+            self.precision_plugin = Precision()
+        super().setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            optimize(self._module, self._optimizer, **self._settings)
+
+    @property
+    def _module(self) -> nn.Module:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
+    def _optimizer(self) -> torch.optim.Optimizer:
+        if len(self.optimizers) != 1:
+            raise GraphMisuse(
+                what=f"configure_optimizers() returns {len(self.optimizers)} optimizers; "
+                "a plan needs one",
+                help_line="return torch.optim.AdamW(self.parameters())",
+            )
+        return self.optimizers[0]
+
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        """Compute loss and gradients, then step: the gradients of a sharded optimizer state are
+        split before its step."""
+        return super().optimizer_step(_ClosureFirst(optimizer), closure, model, **kwargs)  # type: ignore[arg-type]
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Checkpoints are read into the module that has its optimizer."""
+        return True
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+        """Read what Lightning wrote; the optimizer state is in a folder beside it."""
+        self._restored = Path(checkpoint_path)
+        return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the state that the ranks wrote under any plan, or that of a plain Lightning run."""
+        folder = None if self._restored is None else _beside(self._restored)
+        if folder is not None and folder.is_dir():
+            load(folder, self._module, self._optimizer, weights=False)
+        else:
+            super().load_optimizer_state_dict(checkpoint)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """All weights, on the CPU. Called by every rank."""
+        if not hasattr(self._module, "graphaccel"):
+            return super().lightning_module_state_dict()
+        return dict(full_state_dict(self._module))
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Nothing: each rank writes its part in `save_checkpoint`."""
+        return {}
+
+    def save_checkpoint(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
+        """Write the file from the first rank, and the optimizer state from all of them."""
+        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+        if checkpoint.get("optimizer_states"):
+            folder = _beside(Path(filepath))
+            step = int(checkpoint["global_step"])
+            save(folder, self._module, self._optimizer, step=step, weights=False)
+
+
+StrategyRegistry.register(
+    PlannedStrategy.strategy_name,
+    PlannedStrategy,
+    "Trains under a plan of graphaccel",
+    override=True,
+)
+
+
+class _ClosureFirst:
+    """An optimizer that calls the closure before its step, not in it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+    def step(self, closure: Callable[[], Any]) -> Any:
+        loss = closure()
+        self._optimizer.step()
+        return loss
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(path.name + _SUFFIX)
+
+
+def _with_precision(settings: Mapping[str, Any], plugin: Precision) -> dict[str, Any]:
+    """The arguments of `optimize` with the precision that the Trainer's plugin asks for."""
+    if type(plugin) in (Precision, DoublePrecision):
+        return dict(settings)
+    asked = _MIXED.get(str(plugin.precision)) if type(plugin) is MixedPrecision else None
+    if asked is None:
+        raise GraphMisuse(
+            what=f"Trainer(precision={plugin.precision!r}) asks for what the plan decides",
+            help_line="Trainer(strategy=PlannedStrategy(precision='bf16'))",
+        )
+    if settings.get("precision") not in (None, asked):
+        raise GraphMisuse(
+            what=f"Trainer(precision={plugin.precision!r}), but "
+            f"PlannedStrategy(precision={settings['precision']!r})",
+            help_line=f"leave one out, or pin the same:  PlannedStrategy(precision='{asked}')",
+        )
+    return {**settings, "precision": asked}
