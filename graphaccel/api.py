@@ -186,6 +186,7 @@ def _attach(run: Run, initial: Record | None, example_batch: Any) -> None:
         else:
             handle.prepare(as_batch(example_batch), same_weights)
     attach(run.model, handle, handle.run, handle.state_dict, handle.has_all, handle.generating)
+    handle.watch_steps()
 
 
 def plan(

@@ -62,6 +62,10 @@ class Handle:
         self._prepared: Prepared | None = None
         self._steps: Steps | None = None
 
+    def watch_steps(self) -> None:
+        """Refuse the optimizer's steps without a plan from now on."""
+        self._unplanned.start()
+
     # ---- public properties and reports
 
     @property

@@ -33,9 +33,12 @@ class Unplanned:
         planned: Callable[[], bool],
     ) -> None:
         self._model, self._planned, self._trained = model, planned, False
-        self._to_report = optimizer is None
-        if optimizer is not None:
-            optimizer.register_step_pre_hook(self._before_step)
+        self._optimizer = optimizer
+
+    def start(self) -> None:
+        """From now on a step without a plan is refused."""
+        if self._optimizer is not None:
+            self._optimizer.register_step_pre_hook(self._before_step)
 
     def watch(self, output: Any) -> None:
         """Notice a backward from what a plain forward returned."""
@@ -46,7 +49,7 @@ class Unplanned:
                 leaf.register_hook(self._mark)
 
     def _mark(self, _gradient: Tensor) -> None:
-        if self._to_report and not self._trained:
+        if self._optimizer is None and not self._trained:
             progress("not planned", _WHAT, 0.0)
         self._trained = True
 

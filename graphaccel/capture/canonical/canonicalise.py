@@ -94,6 +94,24 @@ def _concatenate(node: fx.Node) -> None:
         node.args = (tensors, *node.args[1:])
 
 
+def _repeat(node: fx.Node) -> None:
+    """`x[N].repeat(3)` becomes an expand of `x[1, N]` to `[3, N]`, of which both dims are merged:
+    for these there are rules where N is the batch, or part of it. Every dim is treated alike, so
+    that captures at other sizes have the same calls."""
+    source, times = node.args
+    assert isinstance(source, fx.Node)
+    counts: Any = times
+    old, new = source.meta["val"].shape, node.meta["val"].shape
+    if not counts or 0 in new:
+        return
+    sizes = [*[1] * (len(counts) - len(old)), *old]
+    apart = [n for size in sizes for n in (1, size)]
+    grown = [n for size, count in zip(sizes, counts, strict=True) for n in (count, size)]
+    source = emit(node, aten.reshape.default, source, apart)
+    source = emit(node, aten.expand.default, source, grown)
+    replace_call(node, emit(node, aten.reshape.default, source, [*new]))
+
+
 def _slice_write(node: fx.Node) -> None:
     """The value of a write into a slice (`x[:, 0] = y`): `copy` has no derivative of its own, so it
     becomes the source, in the dtype and shape of the destination."""
@@ -280,6 +298,7 @@ _REWRITES: dict[Any, Callable[[fx.Node], None]] = {
     aten.add.Tensor: _plus_zero,
     aten.cat.default: _concatenate,
     aten.copy.default: _slice_write,
+    aten.repeat.default: _repeat,
     aten.index_put.default: _masked_write,
     aten.as_strided.default: strided_read,
     aten.as_strided_scatter.default: strided_write,

@@ -72,6 +72,12 @@ PLACES: tuple[Loss, ...] = (
     lambda h, w, y: F.mse_loss(_drawn(h).sum(1), y[:, 0]),
     lambda h, w, y: F.mse_loss(h.median(1)[0] * torch.linspace(0, 1, 6)[3], y[:, 0]),
 )
+REPEATS: tuple[Loss, ...] = (
+    lambda h, w, y: F.mse_loss((h.repeat(3, 1) @ w).tanh().view(3, -1, 6).amax(0), y),
+    lambda h, w, y: F.mse_loss(h.repeat(1, 2)[:, 3:9], y),
+    lambda h, w, y: F.mse_loss(w[:1].repeat(len(h), 1) * h, y),
+    lambda h, w, y: F.mse_loss(h.repeat(2, 2, 1).tanh().view(4, -1, 6).mean(0), y),
+)
 LOSSES: tuple[Loss, ...] = (
     lambda h, w, y: F.multi_margin_loss(h, y.argmax(1)),
     lambda h, w, y: F.multilabel_margin_loss(h, y.argsort(1)),
@@ -150,6 +156,7 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "matrices": lambda: Head(*MATRICES),
     "places": lambda: Head(*PLACES),
     "losses": lambda: Head(*LOSSES),
+    "repeats": lambda: Head(*REPEATS),
     "bags": Bags,
     "orthogonal": lambda: Orthogonal(("cayley", "householder")),
     "orthogonal exponential": lambda: Orthogonal(("matrix_exp",)),

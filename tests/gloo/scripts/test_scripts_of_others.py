@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.support.pool import Pool, WorkerError
+from tests.support.pool import Pool
 from tests.support.scripts import Wrap, furthest, weights
 
 pytestmark = pytest.mark.multiprocess
@@ -200,11 +200,6 @@ def test_one_process(name: str) -> None:
     assert furthest(SCRIPTS[name], {"devices": 1}) < 1e-12
 
 
-@pytest.mark.parametrize("name", ["mnist", "dcgan", "waves"])
+@pytest.mark.parametrize("name", ["mnist", "words", "dcgan", "waves"])
 def test_two_processes(pool: Pool, name: str) -> None:
     assert max(pool.run(2, furthest, SCRIPTS[name], {"data": 2})) < 1e-12
-
-
-def test_outputs_that_merge_time_and_batch_for_a_loss_outside_are_refused(pool: Pool) -> None:
-    with pytest.raises(WorkerError, match=r"error\[GA207\]: the batch can not be split"):
-        pool.run(2, furthest, words, {"data": 2})

@@ -69,4 +69,4 @@ def test_parts_of_matrices_are_refused(pool: Pool, name: str, pins: dict[str, An
     if not hasattr(torch.optim, name):
         pytest.skip(f"this torch has no {name}")
     said = pool.run(2, _refused_or_right, name, pins, True)
-    assert said == [f"error[GA211]: {name} is not known to work on shards of parameters"] * 2
+    assert said == [f"error[GA211]: {name} does not work on shards of parameters"] * 2
