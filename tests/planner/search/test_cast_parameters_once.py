@@ -24,6 +24,7 @@ from graphaccel.planner.plan.base_plan import PRECISIONS
 from graphaccel.planner.plan.limits import Limits
 from graphaccel.planner.plan.pins import Pins
 from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.plan.plan_name import plan_name
 from graphaccel.planner.plan.read_pins import read_pins
 from graphaccel.planner.search.bounds import Bounds, columns
 from graphaccel.planner.search.branch_and_bound import seconds
@@ -165,7 +166,7 @@ def test_it_is_chosen_where_it_is_faster_and_fits(captured: Captured, made_up: M
 
     many = solved(microbatches=4)
     assert many.holds_casts
-    assert "bfloat16, cast once a step" in many.name
+    assert "bfloat16, cast once a step" in plan_name(many)
     assert not solved(microbatches=4, pinned=("cast_once",)).cast_once
     assert not solved(microbatches=1).cast_once
     assert not solved(microbatches=4, precision="fp32").cast_once
