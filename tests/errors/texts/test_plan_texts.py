@@ -167,6 +167,15 @@ error[GA211]: Lion is not known to work on shards of parameters
   explain: graphaccel explain GA211""",
     ),
     (
+        errors.NotElementwise(optimizer="LBFGS", known=("Adam", "SGD"), of_torch=True),
+        """\
+error[GA211]: LBFGS does not work on shards of parameters
+  why:  the plan shards parameters or optimizer state, and a step on a shard must be that shard of the step on the whole
+  help: these do:  Adam, SGD
+  help: or keep parameters and optimizer state whole:  zero=0, tensor=1
+  explain: graphaccel explain GA211""",
+    ),
+    (
         errors.CannotInitialise(model="GPT", reason="it was built elsewhere"),
         """\
 error[GA212]: the initial weights of `GPT` are not known

@@ -104,15 +104,6 @@ error[GA408]: `LBFGS.step` needs the values of a parameter that lies on another 
   explain: graphaccel explain GA408""",
     ),
     (
-        errors.NotElementwise(optimizer="LBFGS", known=("Adam", "SGD"), of_torch=True),
-        """\
-error[GA211]: LBFGS does not work on shards of parameters
-  why:  the plan shards parameters or optimizer state, and a step on a shard must be that shard of the step on the whole
-  help: these do:  Adam, SGD
-  help: or keep parameters and optimizer state whole:  zero=0, tensor=1
-  explain: graphaccel explain GA211""",
-    ),
-    (
         errors.NotAlone(
             variable="SLURM_NTASKS=8",
             reason="srun did not start this process as one of them",
