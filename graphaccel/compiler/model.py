@@ -127,7 +127,7 @@ def check_supported(module: nn.Module) -> None:
     if len(devices) > 1:
         result = ", ".join(sorted(map(str, devices)))
         raise Unsupported(
-            what=f"a model that lies on several devices ({result})",
+            what=f"a model that is on several devices ({result})",
             reason="the plan decides where parameters lie",
             help_line="model.to('cpu') before graphaccel.optimize",
         )

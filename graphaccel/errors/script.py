@@ -283,7 +283,7 @@ class ElsewhereNeeded(GraphAccelError):
                 "graphaccel.optimize(model, optimizer, pipeline=1)",
             )
         return Message(
-            f"`{op}` needs the values of a parameter that lies on another pipeline rank",
+            f"`{op}` needs the values of a parameter that is on another pipeline rank",
             location=self.location,
             why=why,
             help=helps,

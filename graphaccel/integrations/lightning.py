@@ -23,11 +23,11 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
-from graphaccel.api import full_state_dict, optimize, start_ranks
-from graphaccel.arguments import read_plan
+from graphaccel.api import full_state_dict, optimize
 from graphaccel.checkpoint.load import load
 from graphaccel.checkpoint.save import save
 from graphaccel.errors import GraphMisuse
+from graphaccel.integrations.settings import started, with_precision
 
 _MIXED = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
 _SUFFIX = ".optimizer"
@@ -45,11 +45,8 @@ class PlannedStrategy(SingleDeviceStrategy):
     strategy_name = "graphaccel"
 
     def __init__(self, **settings: Any) -> None:
-        plan, timeout = read_plan(settings.get("plan"), {}), settings.get("timeout", 600.0)
-        cluster = settings.get("cluster")
-        count, device = start_ranks(settings.get("devices"), plan, cluster, timeout)
+        self._settings, device = started(settings)
         super().__init__(device=device)
-        self._settings = {**settings, "devices": count}
         self._restored: Path | None = None
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.global_rank = dist.get_rank() if dist.is_initialized() else 0
@@ -75,7 +72,7 @@ class PlannedStrategy(SingleDeviceStrategy):
 
     def setup(self, trainer: Any) -> None:
         """Let the module train under a plan, with the optimizer that it configures."""
-        self._settings = _with_precision(self._settings, self.precision_plugin)
+        self._settings = _precision_of(self._settings, self.precision_plugin)
         if "precision" in self._settings:
             self.precision_plugin = Precision()
         super().setup(trainer)
@@ -166,7 +163,7 @@ def _beside(path: Path) -> Path:
     return path.with_name(path.name + _SUFFIX)
 
 
-def _with_precision(settings: Mapping[str, Any], plugin: Precision) -> dict[str, Any]:
+def _precision_of(settings: Mapping[str, Any], plugin: Precision) -> dict[str, Any]:
     """The arguments of `optimize` with the precision that the Trainer's plugin asks for."""
     if type(plugin) in (Precision, DoublePrecision):
         return dict(settings)
@@ -176,10 +173,5 @@ def _with_precision(settings: Mapping[str, Any], plugin: Precision) -> dict[str,
             what=f"Trainer(precision={plugin.precision!r}) asks for what the plan decides",
             help_line="Trainer(strategy=PlannedStrategy(precision='bf16'))",
         )
-    if settings.get("precision") not in (None, asked):
-        raise GraphMisuse(
-            what=f"Trainer(precision={plugin.precision!r}), but "
-            f"PlannedStrategy(precision={settings['precision']!r})",
-            help_line=f"leave one out, or pin the same:  PlannedStrategy(precision='{asked}')",
-        )
-    return {**settings, "precision": asked}
+    argument = f"Trainer(precision={plugin.precision!r})"
+    return with_precision(settings, asked, argument, "PlannedStrategy(precision={!r})")

@@ -17,9 +17,7 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
 
-from graphaccel.api import start_ranks
-from graphaccel.arguments import read_plan
-from graphaccel.errors import GraphMisuse
+from graphaccel.integrations.settings import started
 
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
@@ -29,26 +27,8 @@ def start(settings: Mapping[str, Any]) -> tuple[dict[str, Any], PartialState]:
 
     Returns them with the number of devices, and Accelerate's state of a job with one process.
     """
-    count, device = start_ranks(
-        settings.get("devices"),
-        read_plan(settings.get("plan"), {}),
-        settings.get("cluster"),
-        settings.get("timeout", 600.0),
-    )
-    return {**settings, "devices": count}, as_one_process(device)
-
-
-def with_precision(settings: Mapping[str, Any], asked: str | None, argument: str) -> dict[str, Any]:
-    """The arguments of `optimize` with the precision that an argument of the library asks for.
-
-    Raises GraphMisuse (GA407) where `settings` pin another.
-    """
-    if asked and settings.get("precision") not in (None, asked):
-        raise GraphMisuse(
-            what=f"{argument}, but optimize={{'precision': {settings['precision']!r}}}",
-            help_line=f"leave one out, or pin the same:  optimize={{'precision': '{asked}'}}",
-        )
-    return {**settings, "precision": asked} if asked else dict(settings)
+    complete, device = started(settings)
+    return complete, as_one_process(device)
 
 
 def as_one_process(device: torch.device) -> PartialState:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from graphaccel.errors import GraphMisuse
-from graphaccel.integrations.one_process import with_precision
+from graphaccel.integrations.settings import with_precision
 
 _REPLACED = {  # set in TrainingArguments → what to write instead
     "deepspeed": 'optimize={"zero": 3}',

@@ -149,7 +149,7 @@ def _batch_placement(step: StepGraph, over_time: bool) -> BatchPlacement:
         if spec.kind == "buffer" and isinstance(_place(placed, node), (int, Shard))
     ]
     odd += [
-        Conflict(node, f"in output {spec.leaf} of the model the batch lies inside another dim")
+        Conflict(node, f"in output {spec.leaf} of the model the batch is inside another dim")
         for spec, node in results.items()
         if spec.kind == "output" and not has_sections(node, _place(placed, node), step.sizes)
     ]

@@ -53,7 +53,7 @@ def resized(
         rows = dims[place.dim] / BATCH
         if rows.free_symbols and evaluate(rows, captured) != place.outer:
             if node in placed.slices or any(user in placed.head for user in node.users):
-                unknown.append(Conflict(node, "the batch lies inside another dim of another size"))
+                unknown.append(Conflict(node, "the batch is inside another dim of another size"))
             return place
         return Shard(place.dim, int(evaluate(rows, sizes))) if rows.free_symbols else place
 

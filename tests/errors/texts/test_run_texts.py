@@ -85,7 +85,7 @@ error[GA407]: devices=8, but the launcher started 4 processes
             op="lerp", location=errors.Location("train.py", 12, "ema.update_parameters(model)")
         ),
         """\
-error[GA408]: `lerp` needs the values of a parameter that lies on another pipeline rank
+error[GA408]: `lerp` needs the values of a parameter that is on another pipeline rank
   --> train.py:12
    12 | ema.update_parameters(model)
       | ^^^^^^^^^^^^^^^^^^^^^^^^^^^^
@@ -97,7 +97,7 @@ error[GA408]: `lerp` needs the values of a parameter that lies on another pipeli
     (
         errors.ElsewhereNeeded(op="cat", optimizer="LBFGS"),
         """\
-error[GA408]: `LBFGS.step` needs the values of a parameter that lies on another pipeline rank
+error[GA408]: `LBFGS.step` needs the values of a parameter that is on another pipeline rank
   why:  a process holds the stages that it runs, and the others hold the rest; LBFGS computes with all parameters at once
   help: train with one that updates each by itself:  optimizer = torch.optim.AdamW(model.parameters())
   help: or give each process the whole model:  graphaccel.optimize(model, optimizer, pipeline=1)

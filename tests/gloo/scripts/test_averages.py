@@ -109,7 +109,7 @@ def _refused() -> str:
 def test_a_whole_average_of_a_model_in_stages_is_refused(pool: Pool) -> None:
     for text in pool.run(2, _refused):
         first, where, line, *_ = text.splitlines()
-        wanted = "`copy` needs the values of a parameter that lies on another pipeline rank"
+        wanted = "`copy` needs the values of a parameter that is on another pipeline rank"
         assert first == f"error[GA408]: {wanted}"
         assert "test_averages.py" in where
         assert "average.update_parameters(model)" in line

@@ -134,5 +134,5 @@ def test_another_shape_is_refused(pool: Pool) -> None:
 def test_one_vector_of_all_stages_is_refused(pool: Pool) -> None:
     for said in pool.run(2, _refused, "pipeline"):
         assert said[-1] == (
-            "error[GA408]: `cat` needs the values of a parameter that lies on another pipeline rank"
+            "error[GA408]: `cat` needs the values of a parameter that is on another pipeline rank"
         )

@@ -1,0 +1,46 @@
+"""The arguments of `optimize`, completed by a library's own, and the ranks that they start."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from graphaccel.api import start_ranks
+from graphaccel.arguments import read_plan
+from graphaccel.errors import GraphMisuse
+
+
+def started(settings: Mapping[str, Any]) -> tuple[dict[str, Any], torch.device]:
+    """Make this process one of the ranks that `settings` ask for, the arguments of `optimize`.
+
+    Returns them with the number of devices, and this rank's device.
+    """
+    count, device = start_ranks(
+        settings.get("devices"),
+        read_plan(settings.get("plan"), {}),
+        settings.get("cluster"),
+        settings.get("timeout", 600.0),
+    )
+    return {**settings, "devices": count}, device
+
+
+def with_precision(
+    settings: Mapping[str, Any],
+    asked: str | None,
+    argument: str,
+    pin: str = "optimize={{'precision': {!r}}}",
+) -> dict[str, Any]:
+    """The arguments of `optimize` with the precision that an argument of the library asks for.
+
+    pin: how a script pins a precision, with a place for it.
+
+    Raises GraphMisuse (GA407) where `settings` pin another.
+    """
+    if asked and settings.get("precision") not in (None, asked):
+        raise GraphMisuse(
+            what=f"{argument}, but {pin.format(settings['precision'])}",
+            help_line=f"leave one out, or pin the same:  {pin.format(asked)}",
+        )
+    return {**settings, "precision": asked} if asked else dict(settings)
