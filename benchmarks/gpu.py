@@ -136,12 +136,12 @@ def step_row(name: str, scale: Scale, faults: list[Fault]) -> Row:
     for side in SIDES:
         gc.collect()
         where = {"name": name, "case": "training step"}
-        measured = timed_or_told(side, lambda s=side: _measured(name, s, scale), faults, where)
+        measured = timed_or_told(side, lambda s=side: measured_step(name, s, scale), faults, where)
         found[side], found[f"{side}_bytes"] = measured or (None, None)
     return found
 
 
-def _measured(name: str, side: str, scale: Scale) -> tuple[float, int | None]:
+def measured_step(name: str, side: str, scale: Scale) -> tuple[float, int | None]:
     """Seconds of a step, and its peak bytes on a GPU."""
     step, peak = _step(name, side, scale), None
     if scale.device == "cuda":

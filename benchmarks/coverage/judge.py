@@ -78,7 +78,7 @@ def _judged(part: str, name: str, setting: str, dtype: torch.dtype) -> dict[str,
     draws = _difference(expected, again, _bound(entry.model)) is not None
     ours = build()
     try:
-        got = _planned(ours, part, name, setting, dtype)
+        got = planned_step(ours, part, name, setting, dtype)
     except Exception as error:
         return _failure(error)
     held = sorted(got["grads"])
@@ -120,9 +120,10 @@ def _whole(value: Tensor) -> Tensor:
     return value if whole is None else whole()
 
 
-def _planned(
+def planned_step(
     entry: Entry, part: str, name: str, setting: str, dtype: torch.dtype
 ) -> dict[str, Any]:
+    """As `_step`, of the entry's model under the plan of a setting."""
     import graphaccel
 
     parameters = [p for p in entry.model.parameters() if p.requires_grad]

@@ -120,6 +120,30 @@ def data_step(model: nn.Module, optimizer: Optimizer, share: dict[str, Tensor]) 
     return step
 
 
+def time_data_parallel(
+    settings: Settings,
+    world: int,
+    zero: int,
+    name: str,
+    theirs: Callable[[GPT], tuple[nn.Module, Optimizer]],
+) -> dict[str, dict[str, Any]]:
+    """graphaccel's data parallelism at a ZeRO level against that of another library, on this rank.
+
+    Both take the same global batch, of which the other library's ranks run their part. name: of the
+    other side. theirs: a model → the model as the library wraps it, and its optimizer.
+    """
+
+    def ours() -> Step:
+        pins = {"pipeline": 1, "microbatches": 1, "recompute": "none", "precision": "fp32"}
+        batch = make_batch(settings)
+        return our_step(make_model(settings), batch, data=world, zero=zero, **pins)
+
+    def wrapped() -> Step:
+        return data_step(*theirs(make_model(settings)), share_of(settings, world))
+
+    return time_sides(settings, {OURS: ours, name: wrapped})
+
+
 def time_sides(
     settings: Settings, makers: Mapping[str, Callable[[], Step]]
 ) -> dict[str, dict[str, Any]]:

@@ -77,7 +77,7 @@ class Launches(TorchDispatchMode):
         self.found: list[Launch] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        inside = _inside(func)
+        inside = gpu_function(func)
         if inside is not None:
             with self, kernels_into(self.found):
                 return inside(*args, **(kwargs or {}))
@@ -125,7 +125,7 @@ def _addmm(into: Tensor, a: Tensor, b: Tensor, *, beta: int, **_: Any) -> Tensor
     return into
 
 
-def _inside(op: Any) -> Any:
+def gpu_function(op: Any) -> Any:
     """What an op of graphaccel, or attention of a captured graph, runs on a CUDA device."""
     from graphaccel.kernels.ops import attention_cuda
     from graphaccel.kernels.register import fusion_of, is_backward

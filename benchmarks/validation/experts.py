@@ -227,14 +227,14 @@ def _rows_in_parts(run: Run, profile: Profile, plan: Plan, where: Cluster) -> tu
     assert plan.prediction is not None
     sizes = Sizes({**profile.step.sizes, BATCH: plan.microbatch_size})
     group, ours, sent = wires_of(where, plan).group(("expert",)), 0.0, 0.0
-    theirs = _once_a_node(run, where) if run.system.once_a_node else where
+    theirs = sent_once_a_node(run, where) if run.system.once_a_node else where
     for node in profile.nodes:
         if node.target is EXCHANGE:
             size = sent_bytes(node, sizes)
             ours += all_to_all_seconds(where, size, *group)
             sent += all_to_all_seconds(theirs, size / plan.tensor, *group)
     if run.system.beside_another:
-        sent = _beside_another(run, profile, plan, where, sent)
+        sent = waited_beside_another(run, profile, plan, where, sent)
     parts, spared = plan.prediction, (ours - sent) * plan.microbatches / plan.pipeline
     parts = replace(
         parts, seconds=parts.seconds - spared, communication=parts.communication - spared
@@ -242,7 +242,9 @@ def _rows_in_parts(run: Run, profile: Profile, plan: Plan, where: Cluster) -> tu
     return replace(plan, prediction=parts), sent
 
 
-def _beside_another(run: Run, profile: Profile, plan: Plan, where: Cluster, sent: float) -> float:
+def waited_beside_another(
+    run: Run, profile: Profile, plan: Plan, where: Cluster, sent: float
+) -> float:
     """Seconds of `sent` that a device waits for, where a layer's forward runs beside the backward
     of another microbatch: what its backward sends first goes beside the forward before the experts,
     what both send to experts beside the experts of both, and what its forward sends back beside the
@@ -266,7 +268,7 @@ def _beside_another(run: Run, profile: Profile, plan: Plan, where: Cluster, sent
     return alone * sent + (1 - alone) * waits
 
 
-def _once_a_node(run: Run, where: Cluster) -> Cluster:
+def sent_once_a_node(run: Run, where: Cluster) -> Cluster:
     """With links between nodes as much faster as fewer rows go over them: a row goes once to each
     node where it has experts, which are anywhere, and from there to each of them."""
     at = next(i for i, link in enumerate(where.links) if link.name != TENSOR_LINK)

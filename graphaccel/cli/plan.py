@@ -369,7 +369,9 @@ def chosen_cluster(args: argparse.Namespace) -> Cluster:
 class Progress:
     """One terminal line, overwritten: candidates, the best so far, seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, interval: float = 0.1) -> None:
+        """interval: seconds between two updates of the line."""
+        self._interval = interval
         self._start = self._last = time.perf_counter()
 
     def __call__(self, record: Record) -> None:
@@ -381,7 +383,7 @@ class Progress:
         total = record.outcome.tally.candidates
         if record.done == total:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-        elif now - self._last >= 0.1:
+        elif now - self._last >= self._interval:
             self._last = now
             best = record.incumbent()
             said = f"{record.done:,} of {total:,} candidates"

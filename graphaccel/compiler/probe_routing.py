@@ -142,7 +142,7 @@ class _Trial:
     ) -> Sequence[torch.Tensor]:
         """The results of the routers. Raises _Unknown where they do not run."""
         try:
-            return _interpreted(routes, values)
+            return run_routes(routes, values)
         except torch.OutOfMemoryError as error:
             said = f"the model and {examples} examples do not fit on one {device.type}"
             raise _Unknown(said) from error
@@ -209,7 +209,7 @@ def fullest_memory(
     return max(results, key=lambda pair: pair[0].peak)
 
 
-def _interpreted(graph: fx.GraphModule, values: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+def run_routes(graph: fx.GraphModule, values: Sequence[Any]) -> tuple[torch.Tensor, ...]:
     """Interpret call by call: values are freed after their last use, and no code is generated."""
     return fx.Interpreter(graph).run(*values)
 

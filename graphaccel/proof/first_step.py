@@ -316,7 +316,7 @@ def affordable(pair: Pair, setting: Setting) -> bool:
     if setting.rows is not None:
         sizes[BATCH] = setting.rows
     model = pair.subject.model
-    weights, free = _bytes_of(model), _free(model, pair.subject.device, pair.held)
+    weights, free = _bytes_of(model), free_memory(model, pair.subject.device, pair.held)
     if 2 * weights > free / 2:  # without iterating over the nodes, of which there may be very many
         return False
     kept = sum(_bytes(node, sizes) for node in pair.step.graph.graph.nodes)
@@ -326,14 +326,14 @@ def affordable(pair: Pair, setting: Setting) -> bool:
 
 def room_for_weights(model: nn.Module, device: torch.device, copies: int) -> bool:
     """Whether half of the memory of a device holds so many copies of a model's weights."""
-    return copies * _bytes_of(model) <= _free(model, device, 0) / 2
+    return copies * _bytes_of(model) <= free_memory(model, device, 0) / 2
 
 
 def _bytes_of(model: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
-def _free(model: nn.Module, device: torch.device, held: int) -> int:
+def free_memory(model: nn.Module, device: torch.device, held: int) -> int:
     """Bytes of memory beside the weights of a model and `held`."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]

@@ -56,9 +56,9 @@ class PeakMeter(TorchDispatchMode):
         self._on_host: set[int] = set()
         self._sent: dict[int, list[torch.UntypedStorage]] = {}  # by the tensor being received
         for tensor in host:
-            self._count(tensor, on_host=True)
+            self.count(tensor, on_host=True)
         for tensor in resident:
-            self._count(tensor)
+            self.count(tensor)
         self.reset_peak()
 
     def reset_peak(self) -> None:
@@ -98,7 +98,8 @@ class PeakMeter(TorchDispatchMode):
             for storage in _storages(result):
                 self._sent[id(storage)] = list(_storages(args))
 
-    def _count(self, tensor: Tensor, on_host: bool = False) -> None:
+    def count(self, tensor: Tensor, on_host: bool = False) -> None:
+        """Count a tensor that was computed where the meter did not see it."""
         for storage in _storages(tensor):
             self._add(storage, on_host)
 

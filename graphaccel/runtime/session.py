@@ -151,7 +151,7 @@ class Session:
                     continue
                 if id(buffer) not in filled:
                     full = f"{prefix}.{name}" if prefix else name
-                    value = self._value(full, buffer).to(self.mesh.device)
+                    value = self.value_of(full, buffer).to(self.mesh.device)
                     filled[id(buffer)] = (buffer, value)
                 module._buffers[name] = filled[id(buffer)][1]
 
@@ -159,13 +159,13 @@ class Session:
         """Initialise full parameters of this rank, of a model that was on the meta device."""
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             if parameter.is_meta:
-                value = self._resting(self._value(name, parameter))
+                value = self._resting(self.value_of(name, parameter))
                 built = nn.Parameter(value, requires_grad=parameter.requires_grad)
                 vars(built).update(vars(parameter))
                 torch.utils.swap_tensors(parameter, built)
                 reregister_hooks(parameter)
 
-    def _value(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def value_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """A parameter or buffer in full: as it is, or initialised now."""
         if not tensor.is_meta:
             return tensor.detach()
@@ -226,10 +226,12 @@ class Session:
                     parts = flat.split(sizes)
                     for name, part, layout in zip(group, parts, layouts, strict=True):
                         shards[name] = part.view(layout.local_shape)
-                        shards[name].copy_(layout.own(self._value(name, held[name])))
+                        shards[name].copy_(layout.own(self.value_of(name, held[name])))
             for name, layout in self.parameters.items():
                 if name not in shards:
-                    shards[name] = self._resting(layout.own(self._value(name, held[name])).clone())
+                    shards[name] = self._resting(
+                        layout.own(self.value_of(name, held[name])).clone()
+                    )
         done: set[int] = set()
         for name, layout in self.states.items():
             _shard_state(held[name], layout, optimizer)

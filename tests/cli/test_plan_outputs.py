@@ -322,8 +322,7 @@ def test_progress_is_one_line_on_a_terminal(
     record.started(Outcome(), 1.0)
     assert record.outcome is not None
     record.outcome.tally.candidates = 2
-    progress = plan_command.Progress()
-    progress._last -= 1
+    progress = plan_command.Progress(interval=0.0)
     record.tick(1.0, 1)
     progress(record)
     assert capsys.readouterr().err == ""  # no terminal

@@ -150,7 +150,7 @@ def test_trying_may_not_need_more_memory_than_there_is(
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(routing, "_interpreted", full)
+    monkeypatch.setattr(routing, "run_routes", full)
     said = "the model and 4 examples do not fit on one cpu"
     assert _assumed(compiler, batch) == f"an even choice of experts is assumed: {said}"
 
@@ -217,6 +217,6 @@ def test_trying_may_fail(captures: dict[Any, Any], monkeypatch: pytest.MonkeyPat
     def refuse(*_: Any) -> None:
         raise NotImplementedError('"mm" not implemented for this\nand more')
 
-    monkeypatch.setattr(routing, "_interpreted", refuse)
+    monkeypatch.setattr(routing, "run_routes", refuse)
     said = 'trying failed, "mm" not implemented for this'
     assert _assumed(compiler, batch) == f"an even choice of experts is assumed: {said}"

@@ -67,7 +67,7 @@ def test_programs_of_stages_are_those_of_all_layers(
         repeated.append(len(programs))
 
     monkeypatch.setattr(replicated, "check_messages", noting)
-    monkeypatch.setattr(replicated, "_fewer", lambda *_: True)
+    monkeypatch.setattr(replicated, "is_less_work", lambda *_: True)
     monkeypatch.setattr(offload_activations, "LARGE", 1)
     made = build(deep, plan, sizes=deep.sizes)
     assert repeated == [len(cuts) + 1], "all layers were rewritten"

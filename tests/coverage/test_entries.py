@@ -55,7 +55,7 @@ def test_a_difference_is_seen(monkeypatch):
     """Gradients that are off, or lost, are wrong."""
     from benchmarks.coverage import judge as module
 
-    planned = module._planned
+    planned = module.planned_step
 
     def off(*args):
         found = planned(*args)
@@ -68,9 +68,9 @@ def test_a_difference_is_seen(monkeypatch):
         del found["grads"][min(found["grads"])]
         return found
 
-    monkeypatch.setattr(module, "_planned", off)
+    monkeypatch.setattr(module, "planned_step", off)
     assert _outcome("op_db", "sin", "one")["outcome"] == "wrong"
-    monkeypatch.setattr(module, "_planned", lost)
+    monkeypatch.setattr(module, "planned_step", lost)
     assert "no rank has the gradient" in _outcome("op_db", "sin", "one")["detail"]
 
 
@@ -80,7 +80,7 @@ def test_another_error_is_raw(monkeypatch):
     def fails(*args):
         raise KeyError("lost")
 
-    monkeypatch.setattr(module, "_planned", fails)
+    monkeypatch.setattr(module, "planned_step", fails)
     frozen = torch.backends.flags_frozen()
     verdict = _outcome("op_db", "sin", "one")
     assert (verdict["outcome"], verdict["detail"]) == ("raw", "KeyError: 'lost'")

@@ -13,6 +13,9 @@ FILE_LINES, TEST_LINES = 450, 400
 FUNCTION_LINES = 60
 FOLDER_FILES = 25
 TOP_MODULES = 8
+PUBLIC_PAGE = "optimize"
+"""The one exception: lines of this function are counted without its docstring, which is the page of
+its arguments (docs/reference.md is made from it)."""
 
 
 def test_no_file_is_too_long() -> None:
@@ -48,8 +51,7 @@ def test_the_top_level_is_packages_and_few_modules() -> None:
 
 
 def test_a_long_function_is_counted() -> None:
-    """The count of this file: decorators apart; without the docstring of `optimize` alone, which
-    documents its arguments on the public page."""
+    """Decorators do not count, docstrings do: all but that of `PUBLIC_PAGE`."""
     body = "    pass\n" * 5
     (made,) = functions(ast.parse(f'@decorator\ndef f(\n    a,\n):\n    """One."""\n{body}'))
     assert made[1] == 9
@@ -64,7 +66,7 @@ def functions(tree: ast.Module) -> Iterator[tuple[ast.FunctionDef | ast.AsyncFun
             assert node.end_lineno is not None
             lines = node.end_lineno - node.lineno + 1
             text = node.body[0]
-            if node.name == "optimize" and isinstance(text, ast.Expr):
+            if node.name == PUBLIC_PAGE and isinstance(text, ast.Expr):
                 assert text.end_lineno is not None
                 lines -= text.end_lineno - text.lineno + 1
             yield node, lines

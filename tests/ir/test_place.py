@@ -111,14 +111,14 @@ def test_kernels_are_called_with_what_they_take(
 
 def test_kernels_read_whole_rows() -> None:
     plain = torch.zeros(2, 7, 4, 8, dtype=torch.bfloat16).transpose(1, 2)
-    assert gpu._readable(plain) is plain
+    assert gpu.readable(plain) is plain
     for odd in (
         plain[:1].expand(2, -1, -1, -1),
         torch.zeros(2, 4, 7, 11, dtype=torch.bfloat16)[..., :8],
         torch.zeros(2, 4, 8, 8, dtype=torch.bfloat16).transpose(2, 3),
         torch.zeros(2 * 4 * 7 * 8 + 1, dtype=torch.bfloat16)[1:].view(2, 4, 7, 8),
     ):
-        read = gpu._readable(odd)
+        read = gpu.readable(odd)
         assert read.is_contiguous()
         assert read.storage_offset() == 0
 

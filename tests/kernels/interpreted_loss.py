@@ -106,7 +106,7 @@ for dtype in (torch.float32, torch.float16):
                 assert around[0].eq(SENTINEL).all(), name
                 assert around[-1].eq(SENTINEL).all(), name
 
-head.CHUNK_BYTES, head._FEWEST = 4 * 70 * 8, 8  # chunks of eight tokens
+head.CHUNK_BYTES, head.FEWEST_ROWS = 4 * 70 * 8, 8  # chunks of eight tokens
 fused = fusion_of(torch.ops.graphaccel.linear_cross_entropy.default)
 assert fused is not None
 assert fused.forward is not None
@@ -122,7 +122,8 @@ for dtype in (torch.float32, torch.float16):
             if form == "ignored":
                 target[0, 2:] = IGNORED
             given = x, weight, bias, target, IGNORED, 5
-            right = head._forward(*given, head._chunk, select=False)  # as the reference on a GPU
+            # As the reference on a GPU.
+            right = head.forward_by_chunks(*given, head.loss_of_chunk, select=False)
             made = fused.cuda_forward(*given)
             for part, a, b in zip(("loss", "dx", "dweight", "dbias"), made, right, strict=True):
                 name = f"head {form} {biased} {dtype} {part}"

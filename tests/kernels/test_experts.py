@@ -45,7 +45,8 @@ def test_values_and_gradients(transposed: bool, chosen: str) -> None:
 @pytest.mark.parametrize("grouped", [False, True], ids=["loop", "grouped"])
 def test_shares_of_the_experts_add_up(grouped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each half computes the rows of its experts and zeros for the rest; gradients by expert."""
-    monkeypatch.setattr(module, "_grouped", lambda x, w: grouped)  # on a GPU, in bfloat16
+    # True on a GPU alone, in bfloat16.
+    monkeypatch.setattr(module, "takes_grouped_matmul", lambda x, w: grouped)
     x, w, ids = (t.detach() for t in drawn(False, "some"))
     if grouped:
         x, w = x.float(), w.float()

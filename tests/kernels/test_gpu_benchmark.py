@@ -107,7 +107,7 @@ def test_a_side_of_a_training_step_that_fails(monkeypatch: pytest.MonkeyPatch) -
             raise torch.cuda.OutOfMemoryError("40 GiB")
         return 0.25, 1000
 
-    monkeypatch.setattr(gpu, "_measured", measured)
+    monkeypatch.setattr(gpu, "measured_step", measured)
     faults: list[dict[str, str]] = []
     row = gpu.step_row("gpt2", ONE, faults)
     assert (row["eager"], row["compile"], row["graphs"]) == (0.25, None, 0.25)

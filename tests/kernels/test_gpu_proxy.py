@@ -47,7 +47,7 @@ def test_what_is_in_a_fused_op_is_counted(monkeypatch: pytest.MonkeyPatch) -> No
         own = op is torch.ops.aten.add.Tensor
         return (lambda x, y: (x * y).exp()) if own else None
 
-    monkeypatch.setattr("benchmarks.shared.launches._inside", inside)
+    monkeypatch.setattr("benchmarks.shared.launches.gpu_function", inside)
     module = parse_graph(GRAPH)
     found = launches_of(module, lambda n: n.name == "add")
     assert [k.op for k in found] == ["aten::mul.Tensor", "aten::exp"]

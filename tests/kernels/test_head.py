@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from graphaccel.compat.torch.fakes import FakeTensorMode
 from graphaccel.kernels import accumulate
 from graphaccel.kernels.accumulate import add_product, adds_wide
-from graphaccel.kernels.ops.linear_cross_entropy import _chunk, _forward
+from graphaccel.kernels.ops.linear_cross_entropy import forward_by_chunks, loss_of_chunk
 
 IGNORED, WORDS, WIDTH = -100, 40, 16
 
@@ -28,7 +28,7 @@ def given(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, T
 
 
 def head(*values: Tensor, select: bool) -> tuple[Tensor, ...]:
-    return _forward(*values, IGNORED, 4, _chunk, select=select)
+    return forward_by_chunks(*values, IGNORED, 4, loss_of_chunk, select=select)
 
 
 @pytest.mark.parametrize("select", [True, False])

@@ -25,7 +25,7 @@ aten = torch.ops.aten
 def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory for a model of which other weights are held already, not for a full one."""
     room = lambda _model, _device, held: 1e9 if held else 0.0  # noqa: E731
-    monkeypatch.setattr(first_step, "_free", room)
+    monkeypatch.setattr(first_step, "free_memory", room)
 
 
 def deep(model: nn.Module | None = None) -> Pair:
@@ -52,7 +52,7 @@ def test_without_identical_layers_nothing_is_proved() -> None:
 
 
 def test_memory_for_a_few_layers_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_step, "_free", lambda *_: 0.0)
+    monkeypatch.setattr(first_step, "free_memory", lambda *_: 0.0)
     made = prove(deep())
     assert not made.proved
     assert made.text == "not enough memory for eager and the graph on a few rows of a few layers"

@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 
-from benchmarks.validation.experts import NOTHING_STARTED, Phase, Started, _beside_another
+from benchmarks.validation.experts import NOTHING_STARTED, Phase, Started, waited_beside_another
 from benchmarks.validation.fit import sample
 from benchmarks.validation.mixtures import MIXTURES
 from benchmarks.validation.predict import Predicted
@@ -132,7 +132,7 @@ def test_what_the_forward_sends_is_waited_for_where_a_process_starts_the_router(
         run = replace(small("Qwen3_235B_a22B", parts), batch=32)
         one = predict(run)
         assert one.plan.microbatches == 4
-        found.append(_beside_another(run, one.profile, one.plan, one.where, sent))
+        found.append(waited_beside_another(run, one.profile, one.plan, one.where, sent))
     hidden = sent * INTERFERENCE
     assert found[0] == pytest.approx(sent / 4 + 3 / 4 * hidden)
     assert found[1] == pytest.approx(sent / 4 + 3 / 4 * (sent + hidden) / 2)
@@ -152,7 +152,7 @@ def test_what_is_sent_beside_another_microbatch_takes_less() -> None:
     sent = (both[0].seconds - both[1].seconds) / (3 / 4) / (1 - INTERFERENCE)
     assert 0 < sent <= alone.communication
     assert beside.compute == pytest.approx(alone.compute)
-    waits = _beside_another(run, both[0].profile, both[0].plan, both[0].where, 1e3)
+    waits = waited_beside_another(run, both[0].profile, both[0].plan, both[0].where, 1e3)
     assert waits == pytest.approx(1e3, rel=1e-2)  # nothing is computed as long as that
 
 

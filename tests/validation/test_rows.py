@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.validation.__main__ import RESULT, main
-from benchmarks.validation.experts import _once_a_node
+from benchmarks.validation.experts import sent_once_a_node
 from benchmarks.validation.mixtures import MIXTURES
 from benchmarks.validation.models import model_of
 from benchmarks.validation.predict import real_cluster
@@ -313,7 +313,7 @@ def test_rows_that_go_once_to_a_node_cross_faster_links() -> None:
     """22 of 512 experts on 8 nodes of 8: 8 x (1 - (7/8)^22) nodes are reached of 22 rows."""
     run = next(r for r in runs(kind="Nemotron_3_Super", device="b200-192gb") if r.expert == 64)
     where = real_cluster(run, run.devices)
-    inner, outer = _once_a_node(run, where).links
+    inner, outer = sent_once_a_node(run, where).links
     assert inner == where.links[0]
     faster = outer.bandwidth / where.links[1].bandwidth
     assert faster == pytest.approx(22 / (8 * (1 - (7 / 8) ** 22)))

@@ -47,7 +47,7 @@ def attention(
     float32 (float64 for float64). q: [b, h, q, d]; k, v: [b, h or fewer, s, d]; attn_mask: like [b,
     h, q, s], added."""
     assert dropout_p == 0.0  # graphs captured on a CPU have the dropout mask decomposed
-    given = _readable(q), _readable(k), _readable(v)
+    given = readable(q), readable(k), readable(v)
     y, total = _attention(*given, is_causal, attn_mask, scale)
     sums = total.new_empty(total.shape[0], total.shape[2], total.shape[1]).transpose(1, 2)
     return _laid(y, torch.empty_like(q)), _laid(total, sums)
@@ -86,7 +86,7 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, of the shapes of these. total: as returned by `attention`."""
     assert dropout_p == 0.0
-    read = _readable(grad), _readable(q), _readable(k), _readable(v), _readable(y)
+    read = readable(grad), readable(q), readable(k), readable(v), readable(y)
     given = _backward(*read, total.contiguous(), is_causal, attn_mask, scale)
     built = []
     for gradient, of in zip(given, (q, k, v), strict=True):
@@ -95,7 +95,7 @@ def attention_backward(
     return built[0], built[1], built[2]
 
 
-def _readable(x: Tensor) -> Tensor:
+def readable(x: Tensor) -> Tensor:
     """With rows that start at multiples of 16 bytes, without overlap: kernels read others
     incorrectly."""
     *steps, last = x.stride()

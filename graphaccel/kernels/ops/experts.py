@@ -33,7 +33,7 @@ def expert_product(
     key = torch.remainder(experts - first, count)
     order = torch.argsort(key, stable=True)
     built = x.new_zeros(x.shape[0], w.shape[2])
-    if _grouped(x, w):
+    if takes_grouped_matmul(x, w):
         ends = _ends(key, count)[: w.shape[0]]
         rows = torch.nn.functional.grouped_mm(x[order], w, offs=ends)
         own = torch.arange(x.shape[0], device=x.device) < ends[-1]
@@ -63,7 +63,7 @@ def expert_gradient(
     """
     key = torch.remainder(experts - first, count)
     order = torch.argsort(key, stable=True)
-    if _grouped(x, g):
+    if takes_grouped_matmul(x, g):
         counts = _ends(key, count)
         built = torch.nn.functional.grouped_mm(x[order].t(), g[order], offs=counts[:held])
         came = torch.diff(counts, prepend=counts.new_zeros(1))[:held] > 0
@@ -89,7 +89,7 @@ def _ends(key: Tensor, count: int) -> Tensor:
     return counts.index_add_(0, key, one).cumsum(0, dtype=torch.int32)
 
 
-def _grouped(x: Tensor, w: Tensor) -> bool:
+def takes_grouped_matmul(x: Tensor, w: Tensor) -> bool:
     """Whether the GPU's grouped matmul supports these: bfloat16, rows of a multiple of 16 bytes."""
     wide = all(n % 8 == 0 for n in (*x.shape[1:], *w.shape[-2:]))
     return x.is_cuda and x.dtype == torch.bfloat16 and wide and x.shape[0] > 0

@@ -31,21 +31,21 @@ from graphaccel.kernels.jit import has_triton
 from graphaccel.kernels.ops.cross_entropy import IGNORED, launch_in_place
 
 CHUNK_BYTES = 64 << 20
-_FEWEST = 128  # tokens per chunk: matmuls with fewer rows are bound by reading the weight
+FEWEST_ROWS = 128  # tokens per chunk: matmuls with fewer rows are bound by reading the weight
 _ALIGNED = 16  # bytes
 _CALLS = 10  # operations on each chunk besides its matmuls
 
 
 def chunk_rows(vocabulary: int) -> int:
     """Tokens per chunk without a plan's decision: float32 logits of about `CHUNK_BYTES`."""
-    return max(_FEWEST, CHUNK_BYTES // (4 * vocabulary) // _FEWEST * _FEWEST)
+    return max(FEWEST_ROWS, CHUNK_BYTES // (4 * vocabulary) // FEWEST_ROWS * FEWEST_ROWS)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
-def _chunk(
+def loss_of_chunk(
     rows: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -67,7 +67,7 @@ def _chunk(
     return slope.to(rows.dtype)
 
 
-def _forward(
+def forward_by_chunks(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -78,7 +78,10 @@ def _forward(
     *,
     select: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """select: leave out ignored tokens, whose number the host has to know; else they are computed,
+    """Loss and gradients of x, weight and bias, `chunk` tokens at a time.
+
+    x: [..., width]; weight: [vocabulary, width]; target: int64 [...]. of_chunk: as `loss_of_chunk`.
+    select: leave out ignored tokens, whose number the host has to know; else they are computed,
     and count as nothing."""
     rows, labels = x.reshape(-1, x.shape[-1]), target.reshape(-1)
     kept = (labels != ignored).nonzero().squeeze(1) if select else labels
@@ -140,7 +143,7 @@ def _cuda_forward(
         launch_in_place(scores[:, :words], labels, ignored, losses)
         return scores
 
-    loss, dx, dweight, dbias = _forward(
+    loss, dx, dweight, dbias = forward_by_chunks(
         x, weight, bias, target, ignored, count, of_chunk, select=False
     )
     if missing:
@@ -249,7 +252,9 @@ class linear_cross_entropy:
 
     def forward(x, weight, bias, target, ignored, chunk):
         on_host = x.device.type == "cpu"
-        return _forward(x, weight, bias, target, ignored, chunk, _chunk, select=on_host)
+        return forward_by_chunks(
+            x, weight, bias, target, ignored, chunk, loss_of_chunk, select=on_host
+        )
 
     def cuda_forward(x, weight, bias, target, ignored, chunk):
         return _cuda_forward(x, weight, bias, target, ignored, chunk)

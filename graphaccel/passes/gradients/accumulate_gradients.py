@@ -56,7 +56,7 @@ def accumulate_gradients(
     last = plan.microbatches - 1
     moments = {(m == 0, m == last) for m in range(plan.microbatches)}
     graphs = {
-        moment: _Accumulating(program, module, gradients, buckets, reduced).build(*moment)
+        moment: Accumulation(program, module, gradients, buckets, reduced).build(*moment)
         for moment in moments
     }
     names = [name for bucket in buckets for name in bucket]
@@ -207,7 +207,7 @@ def _buckets(
     return tuple(tuple(b) for b in buckets)
 
 
-class _Accumulating:
+class Accumulation:
     """Builds the backward graph of one moment of the step: first, middle or last microbatch."""
 
     def __init__(
@@ -251,7 +251,7 @@ class _Accumulating:
             for index, flat in flats.items():
                 bucket = self.buckets[index]
                 newest = max((n for name in bucket for n in written[name]), key=order.__getitem__)
-                self._reduce(flat, newest, self.reduced.over(bucket[0]))
+                self.reduce(flat, newest, self.reduced.over(bucket[0]))
         outputs = self.program.backward_outputs
         graph.output([n for n, v in zip(result, outputs, strict=True) if v.kind != "gradient"])
         new = graph_module(self.module, graph)
@@ -315,7 +315,8 @@ class _Accumulating:
             target = _undo(view, target, call)
         return target
 
-    def _reduce(self, flat: fx.Node, after: fx.Node, axes: str) -> None:
+    def reduce(self, flat: fx.Node, after: fx.Node, axes: str) -> None:
+        """Insert the sum of a bucket over mesh axes."""
         with self.graph.inserting_after(after):
             sent = self.graph.call_function(
                 torch.ops._c10d_functional.all_reduce_.default, (flat, "sum", axes)

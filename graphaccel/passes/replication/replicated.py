@@ -149,7 +149,7 @@ def _programs_of_few(run: Runner, context: Context) -> Context:
     step, plan = context.step, context.plan
     assert step.repeats is not None
     rows = rows_of(step.repeats.runs, plan.recomputed, cut_layers(stage_ends(step, plan.cuts)))
-    if not rows or not _fewer(rows, step):
+    if not rows or not is_less_work(rows, step):
         raise NotRepeated("the plan treats too few layers in a row alike")
     few = [LAYERS] * len(rows)
     counts = [few, *([n + (r == more) for r, n in enumerate(few)] for more in range(len(rows)))]
@@ -206,7 +206,7 @@ def _layer_by_layer(summed: Context) -> bool:
     return sharded and not any(program.buckets for program in summed.programs)
 
 
-def _fewer(rows: Sequence[Run], step: StepGraph) -> bool:
+def is_less_work(rows: Sequence[Run], step: StepGraph) -> bool:
     """Whether rewriting few layers of the rows, once and with one more layer of each row, is less
     work than rewriting all; of one row it is always done so."""
     short = len(step.blocks) - sum(row.count - LAYERS for row in rows)

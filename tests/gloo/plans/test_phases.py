@@ -84,17 +84,17 @@ def _watched(seen: _Seen) -> Iterator[None]:
         compute(self, action, state)
         seen.note(phase)
 
-    value = Session._value
+    value = Session.value_of
 
     def valued(self: Session, name: str, tensor: torch.Tensor) -> torch.Tensor:
         made = value(self, name, tensor)  # computed out of the meter's sight
         if seen.meter is not None:
-            seen.meter._count(made)
+            seen.meter.count(made)
         return made
 
     with (
         patch.object(Session, "settle", settled),
-        patch.object(Session, "_value", valued),
+        patch.object(Session, "value_of", valued),
         patch.object(Executor, "run_action", computed),
     ):
         yield

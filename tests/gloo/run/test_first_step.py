@@ -35,7 +35,7 @@ PLANS = (DATA, {"data": 2, "zero": 3}, {"pipeline": 2, "microbatches": 2}, {"ten
 @contextmanager
 def lost_sum() -> Iterator[None]:
     """A pass that forgets to sum gradients over the data axis."""
-    with patch.object(accumulate_gradients._Accumulating, "_reduce", lambda *_: None):
+    with patch.object(accumulate_gradients.Accumulation, "reduce", lambda *_: None):
         yield
 
 

@@ -82,7 +82,7 @@ def test_a_small_model_is_gathered_in_full(pool: Pool) -> None:
 
 @captures_of("gathered proof")
 def _without_memory() -> tuple[str, list[str]]:
-    with patch.object(first_step, "_free", lambda *_: 0.0):
+    with patch.object(first_step, "free_memory", lambda *_: 0.0):
         return _first(Dropped, PLANS["zero3"], False)
 
 

@@ -105,7 +105,7 @@ def _parts(kind: str, folder: str) -> tuple[dict[str, str], float]:
             said[name] = error.code
 
     attempt("prepare", lambda: accelerator.prepare(model))
-    accelerator._models.clear()
+    accelerator.free_memory()
     accelerator.prepare_model(model, evaluation_mode=True)
     attempt("save_state", lambda: accelerator.save_state(f"{folder}/state-{dist.get_rank()}"))
     attempt("save_model", lambda: accelerator.save_model(model, f"{folder}/save-{dist.get_rank()}"))

@@ -232,7 +232,7 @@ def test_rows_of_layers_that_are_treated_alike(
         return real(graph, plan, positions)
 
     monkeypatch.setattr(adapters, "recompute", counting)
-    monkeypatch.setattr(replicated, "_fewer", lambda *_: True)
+    monkeypatch.setattr(replicated, "is_less_work", lambda *_: True)
     few = build(deeper, plan, sizes=deeper.sizes)
     assert len(rewritten) == 3
     assert_same(few, build(whole(deeper), plan, sizes=deeper.sizes), plan)
