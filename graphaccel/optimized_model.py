@@ -64,7 +64,9 @@ class Handle:
 
     def watch_steps(self) -> None:
         """Refuse the optimizer's steps without a plan from now on."""
-        self._unplanned.start()
+        if (optimizer := self._run.optimizer) is not None:
+            self._run.hooks.add(self._unplanned.before_step)
+            self._run.hooks.start(optimizer)
 
     # ---- public properties and reports
 

@@ -61,7 +61,7 @@ def prepare(
     vars(run.model).pop(RECORD, None)
     meshes = stage_meshes(session)
     clip = run.settings.clip_norm
-    updates = register_updates(run.model, optimizer, chosen, session, clip, meshes)
+    updates = register_updates(run.model, optimizer, run.hooks, chosen, session, clip, meshes)
     registered = Registered.of(run.model)
     prepared = Prepared(chosen, session, memory, meshes, updates, registered, dtypes_of(batch))
     return prepared, expected

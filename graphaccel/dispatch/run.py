@@ -21,6 +21,7 @@ from graphaccel.planner.plan.prediction import StageMemory
 from graphaccel.proof.gate import Gate
 from graphaccel.runtime.agreement import Agreement
 from graphaccel.runtime.loss_guard import IGNORE
+from graphaccel.runtime.parameters.step_hooks import StepHooks
 from graphaccel.runtime.session import Session
 
 Optimizer = torch.optim.Optimizer
@@ -54,7 +55,7 @@ class Run:
     """A model that trains, and what all its steps share.
 
     agreement: compares across ranks what they are about to do. gate: comparisons of the first step
-    with eager code.
+    with eager code. hooks: of the optimizer's steps.
     """
 
     model: nn.Module
@@ -63,6 +64,7 @@ class Run:
     settings: RunSettings
     agreement: Agreement
     gate: Gate
+    hooks: StepHooks
 
     @staticmethod
     def of(
@@ -72,7 +74,7 @@ class Run:
         devices = settings.devices
         agreement = Agreement(devices, settings.device, settings.patience, optimizer)
         gate = Gate(on=settings.check == FIRST_STEP, ranks=devices)
-        return Run(model, optimizer, compiler, settings, agreement, gate)
+        return Run(model, optimizer, compiler, settings, agreement, gate, StepHooks())
 
 
 @dataclass(frozen=True)

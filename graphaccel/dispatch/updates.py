@@ -11,12 +11,13 @@ from torch import nn
 from torch.distributed import DeviceMesh
 
 from graphaccel.compiler.compiler import Planned
-from graphaccel.runtime.parameters.all_gradients import AllGradients, clip_before
+from graphaccel.runtime.parameters.all_gradients import AllGradients
 from graphaccel.runtime.parameters.host import HostCopies
 from graphaccel.runtime.parameters.optimizer_step import OptimizerStep
 from graphaccel.runtime.parameters.remote import RemoteTensor
 from graphaccel.runtime.parameters.sharded_optimizer import ShardedOptimizer
 from graphaccel.runtime.parameters.state import OptimizerState
+from graphaccel.runtime.parameters.step_hooks import StepHooks
 from graphaccel.runtime.session import Session
 
 Optimizer = torch.optim.Optimizer
@@ -38,39 +39,42 @@ class Updates:
 def register_updates(
     model: nn.Module,
     optimizer: Optimizer | None,
+    hooks: StepHooks,
     planned: Planned,
     session: Session,
     clip_norm: float | None,
     meshes: Mapping[int, DeviceMesh],
 ) -> Updates:
-    """Register hooks on the optimizer, those that must see gradients first. The session's memory is
+    """Add to the optimizer's hooks, those that must see gradients first. The session's memory is
     laid out already."""
     on_host = "optimizer" in planned.plan.offload
     host = HostCopies(session.mesh.device) if on_host and not session.away else None
     if optimizer is None:
         return Updates(host=host)
     fused = bool(planned.plan.fusions) or on_host
-    gradients = _all_gradients(model, optimizer, session, clip_norm, fused=fused)
+    gradients = _all_gradients(model, session, clip_norm, fused=fused)
     step = OptimizerStep(optimizer, gradients, on_host=on_host) if fused else None
+    if gradients is not None:
+        hooks.add(gradients.before)
     if step is None and gradients is not None:
-        clip_before(optimizer, gradients)
+        hooks.add(gradients.clip_all)
     if session.mesh.pipeline > 1:
-        optimizer.register_step_pre_hook(_without_remote_gradients)
+        hooks.add(_without_remote_gradients)
     if session.states or host is not None:
         named = dict(model.named_parameters(remove_duplicate=False))
         layouts = session.states if host is None else session.step_layouts()
-        ShardedOptimizer(optimizer, named, layouts, planned.plan.bucket_bytes, host)
+        ShardedOptimizer(optimizer, hooks, named, layouts, planned.plan.bucket_bytes, host)
         sharded = {id(named[n]): layout for n, layout in session.states.items()}
         if sharded:
             OptimizerState(optimizer, sharded, meshes)
     if step is not None:
+        hooks.add_after_closures(step.in_closure)
         step.start()
     return Updates(gradients, step, host)
 
 
 def _all_gradients(
     model: nn.Module,
-    optimizer: Optimizer,
     session: Session,
     clip_norm: float | None,
     *,
@@ -82,7 +86,7 @@ def _all_gradients(
         return None
     named = model.named_parameters()
     elsewhere = [p for n, p in named if session.owner(n) != session.mesh.pipeline_index]
-    return AllGradients(optimizer, session.mesh, clip_norm, scaled=scaled, elsewhere=elsewhere)
+    return AllGradients(session.mesh, clip_norm, scaled=scaled, elsewhere=elsewhere)
 
 
 def _without_remote_gradients(optimizer: Optimizer, *_: Any) -> None:

@@ -11,7 +11,7 @@ only process. `training_step` calls the module (`self(batch)`), whose forward is
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -94,11 +94,6 @@ class PlannedStrategy(SingleDeviceStrategy):
             )
         return self.optimizers[0]
 
-    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """Compute loss and gradients, then step: the gradients of a sharded optimizer state are
-        split before its step."""
-        return super().optimizer_step(_ClosureFirst(optimizer), closure, model, **kwargs)  # type: ignore[arg-type]
-
     @property
     def restore_checkpoint_after_setup(self) -> bool:
         """Checkpoints are read into the module that has its optimizer."""
@@ -142,21 +137,6 @@ StrategyRegistry.register(
     "Trains under a plan of graphaccel",
     override=True,
 )
-
-
-class _ClosureFirst:
-    """An optimizer that calls the closure before its step, not in it."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._optimizer, name)
-
-    def step(self, closure: Callable[[], Any]) -> Any:
-        loss = closure()
-        self._optimizer.step()
-        return loss
 
 
 def _beside(path: Path) -> Path:

@@ -35,11 +35,6 @@ class Unplanned:
         self._model, self._planned, self._trained = model, planned, False
         self._optimizer = optimizer
 
-    def start(self) -> None:
-        """From now on a step without a plan is refused."""
-        if self._optimizer is not None:
-            self._optimizer.register_step_pre_hook(self._before_step)
-
     def watch(self, output: Any) -> None:
         """Notice a backward from what a plain forward returned."""
         if self._planned() or not torch.is_grad_enabled():
@@ -53,8 +48,8 @@ class Unplanned:
             progress("not planned", _WHAT, 0.0)
         self._trained = True
 
-    def _before_step(self, *_: Any) -> None:
-        """Raises GraphMisuse (GA407)."""
+    def before_step(self, *_: Any) -> None:
+        """A hook of the optimizer's steps. Raises GraphMisuse (GA407)."""
         if self._planned():
             return
         if self._trained:

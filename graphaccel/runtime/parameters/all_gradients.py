@@ -25,12 +25,13 @@ from graphaccel.kernels.multi_tensor.steps import MultiTensor
 from graphaccel.runtime.mesh import Mesh
 from graphaccel.runtime.parameters.remote import RemoteTensor
 from graphaccel.runtime.parameters.sharded import ShardTensor, local_of
+from graphaccel.runtime.parameters.step_hooks import closure_of
 
 Optimizer = torch.optim.Optimizer
 
 
 class AllGradients:
-    """A hook before every step of one optimizer; runs before all our other hooks.
+    """Norm and overflow before every step of one optimizer; `before` is the hook for it.
 
     clip_norm: largest norm, or None. scaled: whether gradients may have overflowed (fp16).
     elsewhere: ids of parameters that another pipeline rank counts.
@@ -38,7 +39,6 @@ class AllGradients:
 
     def __init__(
         self,
-        optimizer: Optimizer,
         mesh: Mesh,
         clip_norm: float | None,
         *,
@@ -51,11 +51,11 @@ class AllGradients:
         self._mesh, self._scaled = mesh, scaled
         self._elsewhere = {id(p) for p in elsewhere}
         self._many = MultiTensor()
-        optimizer.register_step_pre_hook(self._before)
 
     @torch.no_grad()
-    def _before(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
-        if self.clip_norm is not None and kwargs.get("closure", *args[1:2] or (None,)) is not None:
+    def before(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+        """The hook. Raises GraphMisuse (GA407) where a closure would compute gradients later."""
+        if self.clip_norm is not None and closure_of(args, kwargs) is not None:
             raise GraphMisuse(
                 what="optimizer.step(closure) with clip_norm=: the gradients that it would clip "
                 "are made in the step",
@@ -102,15 +102,11 @@ class AllGradients:
         for (device, dtype), some in kinds.items():
             torch._foreach_mul_(some, factor.to(device, dtype))
 
-
-def clip_before(optimizer: Optimizer, known: AllGradients) -> None:
-    """Clip in place before each step of an optimizer whose steps are all torch's own code."""
-
-    def clip(of: Optimizer, *_: Any) -> None:
-        with torch.no_grad():
-            known.clip(p.grad for g in of.param_groups for p in g["params"] if p.grad is not None)
-
-    optimizer.register_step_pre_hook(clip)
+    @torch.no_grad()
+    def clip_all(self, optimizer: Optimizer, *_: Any) -> None:
+        """A hook that clips in place, where all steps are torch's own code."""
+        groups = optimizer.param_groups
+        self.clip(p.grad for g in groups for p in g["params"] if p.grad is not None)
 
 
 def spoil(gradients: Iterable[Tensor], overflow: Tensor) -> None:

@@ -4,8 +4,8 @@
 While `optimizer.step()` runs, parameter groups that are stepped here are empty, so that torch's own
 code has nothing to do for them; before and after, the groups are the user's, and the state is the
 one that torch would have created. What is not supported here (amsgrad, maximize, learning rates
-that are tensors, ...) is left to torch, and `reasons` says why. A closure leaves a step to torch
-too, as does a hook that was added after ours and would see the parameters too late.
+that are tensors, ...) is left to torch, and `reasons` says why. So is a step before which a hook
+runs that was added after ours: it would see the parameters too late.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from graphaccel.compat.torch.optimizers import order_step_hooks
 from graphaccel.kernels.multi_tensor.steps import AdamRule, Around, MultiTensor, SGDRule
 from graphaccel.runtime.host_memory.large_pages import zeros_like_all
 from graphaccel.runtime.parameters.all_gradients import AllGradients
+from graphaccel.runtime.parameters.step_hooks import calls_closure_first, closure_of
 
 Optimizer = torch.optim.Optimizer
 _ADAM = (torch.optim.Adam, torch.optim.AdamW)
@@ -94,11 +95,22 @@ class OptimizerStep:
     @torch.no_grad()
     def _before(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
         self._restore()  # the previous step may have raised
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        closure = closure_of(args, kwargs)
         last = order_step_hooks(optimizer, self._before_hook.id, self._after_id)
+        if closure is not None and calls_closure_first(optimizer):
+            return  # `in_closure` does it
         if closure is not None or not last:
             self._leave([p for group in optimizer.param_groups for p in group["params"]])
             return
+        self._step(optimizer)
+
+    @torch.no_grad()
+    def in_closure(self, optimizer: Optimizer, *_: Any) -> None:
+        """The step after its closure; hooks of others have run."""
+        self._restore()
+        self._step(optimizer)
+
+    def _step(self, optimizer: Optimizer) -> None:
         fit: list[_Group] = []
         left: list[Tensor] = []
         reasons = []

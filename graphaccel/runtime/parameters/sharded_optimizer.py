@@ -24,6 +24,7 @@ from graphaccel.runtime.gloo import gather_rows
 from graphaccel.runtime.parameters.host import HostCopies
 from graphaccel.runtime.parameters.layout import Layout
 from graphaccel.runtime.parameters.sharded import ShardTensor
+from graphaccel.runtime.parameters.step_hooks import StepHooks, closure_of
 
 Optimizer = torch.optim.Optimizer
 
@@ -62,6 +63,7 @@ class ShardedOptimizer:
     def __init__(
         self,
         optimizer: Optimizer,
+        hooks: StepHooks,
         parameters: Mapping[str, nn.Parameter],
         layouts: Mapping[str, Layout],
         bucket_bytes: int,
@@ -71,13 +73,12 @@ class ShardedOptimizer:
         self._bucket_bytes, self._host = bucket_bytes, host
         self._stepped: dict[int, nn.Parameter] = {}
         self._swapped: list[tuple[nn.Parameter, nn.Parameter]] = []
-        optimizer.register_step_pre_hook(self._before)
+        hooks.add(self._before)
         optimizer.register_step_post_hook(self._after)
 
     def _before(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
         self._restore(optimizer)  # the previous step may have raised
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0]: itself
-        if callable(closure):
+        if closure_of(args, kwargs) is not None:  # may be called several times
             raise GraphMisuse(
                 what="optimizer.step(closure) where optimizer state is "
                 + ("sharded" if self._host is None else "on the host"),

@@ -5,7 +5,6 @@ Each job runs the same training on one process in eager mode and under the plan,
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch
 from torch import nn
 
 import graphaccel
-from graphaccel.errors import GraphMisuse
 from graphaccel.runtime.parameters.remote import RemoteTensor
 from tests.gloo.scripts.test_numbers import Loud
 from tests.gloo.scripts.test_semantics import furthest, gpt, groups, tokens
@@ -112,8 +110,6 @@ def _small_gradients() -> float:
     for model, optimizer in ((plain, first), (planned, second)):
         model(**tokens()).backward()
         optimizer.step()
-    with pytest.raises(GraphMisuse, match=re.escape("optimizer.step(closure) with clip_norm=")):
-        second.step(lambda: 0.0)
     return furthest(plain.state_dict(), graphaccel.full_state_dict(planned))
 
 

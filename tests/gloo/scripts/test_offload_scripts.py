@@ -205,7 +205,8 @@ def test_state_dicts_are_those_of_the_plain_optimizer(pool: Pool, saved: str, lo
 @captures_of("scripts")
 def _closed() -> str:
     model = gpt()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer = torch.optim.LBFGS(model.parameters())
+    optimizer.graphaccel_elementwise = True
     graphaccel.optimize(model, optimizer, devices=1, example_batch=tokens(), **HOST)
     try:
         optimizer.step(lambda: 0.0)
@@ -214,7 +215,7 @@ def _closed() -> str:
     return ""
 
 
-def test_a_closure_is_refused(pool: Pool) -> None:
+def test_a_closure_that_is_called_several_times_is_refused(pool: Pool) -> None:
     (text,) = pool.run(1, _closed)
     assert text.splitlines()[0] == (
         "error[GA407]: optimizer.step(closure) where optimizer state is on the host"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -163,6 +164,34 @@ class Closure(Script):
         self.optimizer.step(closure)
 
 
+class Closures(Script):
+    """An optimizer of torch that calls its closure once; the first call makes the plan."""
+
+    kind: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+
+    def begin(self, model: Any) -> torch.optim.Optimizer:
+        """State from the first step on."""
+        self.optimizer = self.kind(model.parameters(), lr=0.05)
+        return self.optimizer
+
+    def step(self, model: Any, number: int) -> None:
+        """Gradients are computed in the step, which returns the loss."""
+
+        def closure() -> Tensor:
+            self.optimizer.zero_grad()
+            loss = model(*_batch(number))
+            loss.backward()
+            return loss
+
+        assert isinstance(self.optimizer.step(closure), Tensor)
+
+
+class Momentum(Closures):
+    """The same with momentum."""
+
+    kind = functools.partial(torch.optim.SGD, momentum=0.9)
+
+
 class Autocast(Script):
     """A forward in bfloat16, which no plan says."""
 
@@ -175,7 +204,8 @@ class Autocast(Script):
 
 
 SCRIPTS: tuple[Callable[[], Script], ...] = (
-    ClipValue, Accumulate, Scaler, Several, AddGroup, Average, Closure, Autocast,
+    ClipValue, Accumulate, Scaler, Several, AddGroup, Average, Closure, Closures, Momentum,
+    Autocast,
 )  # fmt: skip
 
 
