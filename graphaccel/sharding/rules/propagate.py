@@ -88,11 +88,13 @@ def place_batch(
         if share > MOST:
             why = f"{first.reason}, and what follows holds {share:.0%} of the model's parameters"
             state.conflicts.insert(0, Conflict(first.node, why))
+    # A value that was converted may have become replicated since: its inputs were converted, too.
+    reduced = [n for n in state.reduced if state.places[n] == PARTIAL]
     needed = [n for n in state.hoisted if any(u not in state.hoisted for u in n.users)]
     return BatchPlacement(
         state.places,
         tuple(needed),
-        tuple(state.reduced),
+        tuple(reduced),
         frozenset(state.shared),
         tuple(state.conflicts),
         head,

@@ -136,6 +136,18 @@ def test_statistics_spelled_out_need_an_all_reduce() -> None:
     assert all(n.meta["phase"] in ("forward", "backward") for n in result.reduced)
 
 
+def test_a_sum_of_what_was_summed_already_is_not_summed_again() -> None:
+    class Relative(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            counts = x.sum(0)
+            total = counts.sum()
+            return x * (counts + 0.1) / (total + 0.1)
+
+    result = placed(classes, Relative())
+    assert result.reduced
+    assert all(result.places[n] == PARTIAL for n in result.reduced)
+
+
 MIXING = {
     "contrastive": lambda m, h, y: F.cross_entropy(h @ h.T, y.clamp(max=7)),
     "roll": lambda m, h, y: (h - h.roll(1, 0)).square().sum(),
