@@ -6,11 +6,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from operator import is_
 from typing import Any
 
 import torch
 
+from graphaccel.capture.objects import opened
 from graphaccel.compat.torch import pytree
+from graphaccel.errors import Unsupported
 
 LONG = 64
 """Positions from which a mask may be too large to be computed in full."""
@@ -47,6 +50,13 @@ class Batch:
         """The (args, kwargs) of the call with `leaves`, in the order of `self.leaves`."""
         return pytree.tree_unflatten(list(leaves[: self.spec.num_leaves]), self.spec)
 
+    @property
+    def has_objects(self) -> bool:
+        """Whether leaves are attributes of objects that pytree does not know."""
+        leaves = self.leaves[: self.spec.num_leaves]
+        known = pytree.tree_leaves(self.rebuild(leaves))
+        return len(known) != len(leaves) or not all(map(is_, known, leaves))
+
     def signature(self) -> tuple[Any, ...]:
         """What a captured graph depends on: structure, dtypes, shapes and plain values of the
         batch."""
@@ -60,8 +70,14 @@ class Batch:
 
 
 def flatten_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
-    """Flatten one call of the model."""
-    paths, spec = pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))
+    """Flatten one call of the model; objects that hold tensors become their attributes.
+
+    Raises Unsupported (GA208) for a tensor that is not dense.
+    """
+    paths, spec = pytree.tree_flatten_with_path(opened((tuple(args), dict(kwargs))))
+    for path, leaf in paths:
+        if isinstance(leaf, torch.Tensor) and (leaf.layout != torch.strided or leaf.is_nested):
+            raise _not_dense(_name(path), leaf)
     return Batch(
         leaves=tuple(leaf for _, leaf in paths),
         names=tuple(_name(path) for path, _ in paths),
@@ -153,6 +169,16 @@ def without_aliases(batch: Batch) -> Batch:
         leaves.append(_copy(leaf) if repeated else leaf)
         seen.add(id(leaf))
     return replace(batch, leaves=tuple(leaves))
+
+
+def _not_dense(name: str, tensor: torch.Tensor) -> Unsupported:
+    dense = "torch.nested.to_padded_tensor(x, 0.0)" if tensor.is_nested else "x.to_dense()"
+    kind = "nested" if tensor.is_nested else f"sparse ({tensor.layout})"
+    return Unsupported(
+        what=f"the input `{name}`, a {kind} tensor,",
+        reason="the parts of a plan are cut along the dims of dense tensors",
+        help_line=f"pass it dense, from outside of the model:  {dense}",
+    )
 
 
 def _copy(leaf: torch.Tensor) -> torch.Tensor:

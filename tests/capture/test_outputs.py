@@ -169,26 +169,3 @@ error[GA102]: cannot capture `Returns.forward`: this has no graph
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with refused(errors.CaptureRefused, text, model, optimizer):
         graphaccel.optimize(model, optimizer, example_batch=tuple(torch.randn(2, 8, 4)))
-
-
-@dataclass
-class Pair:
-    x: Tensor
-    y: Tensor
-
-
-def test_an_object_as_an_input_is_refused() -> None:
-    text = """\
-error[GA102]: cannot capture `Reads.forward`: this has no graph
-  why:  an input is an object of class Pair, which pytree does not know
-  help: torch.export.register_dataclass(Pair)  # before optimize(), of a dataclass
-  explain: graphaccel explain GA102"""
-
-    class Reads(Returns):
-        def forward(self, pair: Pair) -> Tensor:  # type: ignore[override]
-            return F.mse_loss(self.layer(pair.x), pair.y)
-
-    model = Reads(Plain)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with refused(errors.CaptureRefused, text, model, optimizer):
-        graphaccel.optimize(model, optimizer, example_batch=(Pair(*torch.randn(2, 8, 4)),))

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from graphaccel.capture.batch import Batch
 from graphaccel.capture.export.assigned import AssignedWithGradient
@@ -41,6 +42,17 @@ _LOST = {
     False: "a gradient that is taken in the forward reads values that torch.export loses",
     True: "torch.export can not trace this transform of torch.func",
 }
+_INSTEAD_OF = {
+    "ndarray": "pass a tensor:  model(torch.from_numpy(x))",
+    "Generator": "leave it out, and seed before the call of the model:  torch.manual_seed(0)",
+}
+_RECURRENT = tuple(f"nn{os.sep}{folder}{os.sep}rnn.py" for folder in ("modules", "utils"))
+_PADDED = (
+    "for one direction, run it on the padded batch:  outputs, _ = self.rnn(x); "
+    "inside = torch.arange(x.shape[1], device=x.device) < lengths[:, None]; "
+    "outputs = outputs * inside.unsqueeze(-1); "
+    "last = outputs[torch.arange(len(x), device=x.device), lengths - 1]"
+)
 _STDLIB = f"{sysconfig.get_paths()['stdlib']}{os.sep}"
 
 
@@ -59,6 +71,9 @@ def explained(error: Exception, model: nn.Module, weights: Weights) -> Exception
             help_line="leave `generator=` out, and seed before the call of the model:  "
             "torch.manual_seed(0)",
         )
+    if _is_packed(error):
+        reason = "how a packed sequence is cut depends on the lengths, which are data"
+        return CaptureRefused(module=where, location=location, reason=reason, help_line=_PADDED)
     if isinstance(error, WrittenWithoutGrad):
         location = line_of(error.stack_trace)
     if isinstance(error, DataDependentError):
@@ -81,6 +96,17 @@ def explained(error: Exception, model: nn.Module, weights: Weights) -> Exception
             location=location,
         )
     return _without_graph(error, where, location)
+
+
+def _is_packed(error: Exception) -> bool:
+    """Whether packing, or a recurrent layer that reads a packed sequence, raised the error."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_filename.endswith(_RECURRENT):
+            if "pack" in frame.f_code.co_name:
+                return True
+            if any(isinstance(value, PackedSequence) for value in frame.f_locals.values()):
+                return True
+    return False
 
 
 def _without_graph(error: Exception, where: str, location: Location | None) -> CaptureRefused:
@@ -115,8 +141,10 @@ def _without_graph(error: Exception, where: str, location: Location | None) -> C
     elif "register_dataclass" in reason:
         kind = re.search(r"<class '(?:.*\.)?(\w+)'>", reason)
         name = kind[1] if kind else "Batch"
-        reason = f"an input is an object of class {name}, which pytree does not know"
-        line = f"torch.export.register_dataclass({name})  # before optimize(), of a dataclass"
+        reason = f"an input is an object of class {name}, in which no tensor is found"
+        line = _INSTEAD_OF.get(
+            name, "pass what forward reads of it:  model(x, alpha=settings.alpha)"
+        )
     return CaptureRefused(module=where, location=location, reason=reason, help_line=line)
 
 

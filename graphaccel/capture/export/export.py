@@ -130,16 +130,20 @@ class _WithLoss(nn.Module):
         note: Callable[[Returned], None],
         watch: Watch | None = None,
         numbers: Callable[..., AbstractContextManager[None]] | None = None,
+        rebuild: Callable[..., Any] | None = None,
     ) -> None:
+        """rebuild: (args, kwargs) of the leaves that `forward` is called with instead."""
         super().__init__()
         self.model = model
-        self._watch, self._numbers = watch, numbers
+        self._watch, self._numbers, self._rebuild = watch, numbers, rebuild
         self.__dict__["_loss_fn"] = loss_fn  # not a submodule, even if it is a module
         self._note = note  # called: export restores attributes that forward writes
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         around = nullcontext() if self._watch is None else self._watch.around()
         state = kwargs.pop(_NUMBERS, ())
+        if self._rebuild is not None:
+            args, kwargs = self._rebuild(args)
         numbers = nullcontext() if self._numbers is None else self._numbers(state)
         with (
             inference_as_no_grad(),
@@ -242,9 +246,12 @@ def export_forward(
     notes: list[Returned] = []
     weights = Weights(model)
     watch = Watch(model, weights)
-    wrapper = _WithLoss(model, loss_fn, notes.append, watch, batch.numbers)
+    rebuild = batch.rebuild if batch.has_objects else None  # export knows what pytree knows
+    wrapper = _WithLoss(model, loss_fn, notes.append, watch, batch.numbers, rebuild)
     wrapper.training = model.training
     args, kwargs = batch.rebuild(batch.leaves)
+    if rebuild is not None:
+        args, kwargs = batch.leaves[: batch.spec.num_leaves], {}
     if batch.numbers is not None:
         kwargs[_NUMBERS] = batch.state
     with (

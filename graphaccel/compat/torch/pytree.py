@@ -2,6 +2,8 @@
 
 # With key paths; torch.utils.pytree of later versions has them publicly.
 from torch.utils._pytree import (
+    GetAttrKey,
+    MappingKey,
     register_pytree_node,
     tree_flatten,
     tree_flatten_with_path,
@@ -12,6 +14,6 @@ from torch.utils._pytree import (
 )
 
 __all__ = [
-    "register_pytree_node", "tree_flatten", "tree_flatten_with_path", "tree_leaves", "tree_map",
-    "tree_map_only", "tree_unflatten",
+    "GetAttrKey", "MappingKey", "register_pytree_node", "tree_flatten", "tree_flatten_with_path",
+    "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten",
 ]  # fmt: skip
