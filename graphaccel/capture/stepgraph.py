@@ -16,7 +16,6 @@ from graphaccel.capture.batch import (
     LONG,
     Batch,
     batch_size,
-    resized,
     sequence_leaves,
     sequence_matrices,
     without_aliases,
@@ -38,6 +37,7 @@ from graphaccel.capture.layers.replicate import (
     repeated_sizes,
 )
 from graphaccel.capture.layers.runs import find_runs, prove_repeats, shortened
+from graphaccel.capture.other_sizes import at_other_size, differentiated
 from graphaccel.capture.symbols import (
     BATCH,
     SEQUENCE,
@@ -46,6 +46,7 @@ from graphaccel.capture.symbols import (
     take_sizes,
 )
 from graphaccel.capture.trace import Answers
+from graphaccel.compat.torch.export import without_stack_traces
 from graphaccel.compat.torch.fakes import FakeTensor
 from graphaccel.errors import GraphAccelError
 from graphaccel.ir.analysis_cache import AnalysisCache
@@ -243,7 +244,7 @@ def _captured(
         for symbol, other, places in wanted:
             ratio = other / base[symbol]
             for where in places:
-                variant = _variant(model, batch, loss_fn, where, other, answers)
+                variant = at_other_size(model, batch, loss_fn, where, other, answers)
                 if variant is not None and same_structure(forward.graph, variant.graph, ratio):
                     others.append((symbol, other, variant))
                     break
@@ -278,7 +279,8 @@ def _repeated(
     few = shortened(model, dict.fromkeys(runs, KEPT))
     short = _captured(few, batch, loss_fn, symbolic, dims, answers)
     more = [shortened(model, {r: KEPT + (r is run) for r in runs}) for run in runs]
-    longer = tuple(_captured(one, batch, loss_fn, False, dims, answers) for one in more)
+    with without_stack_traces():
+        longer = tuple(_captured(one, batch, loss_fn, False, dims, answers) for one in more)
     return expanded(Repeats(runs, short, longer), tied_names(model), _trainable(model))
 
 
@@ -349,7 +351,7 @@ def assemble(
         points = [
             (symbol, size, other_joint)
             for symbol, size, other in others
-            if (other_joint := _differentiated(other, trainable, scaled, answers)) is not None
+            if (other_joint := differentiated(other, trainable, scaled, answers)) is not None
         ]
         kept = [p for p in points if same_structure(joint, p[2], p[1] / sizes[p[0]])]
         known = {s: n for s, n in sizes.items() if s in {s for s, _, _ in kept}}
@@ -423,28 +425,3 @@ def _trainable(model: nn.Module) -> frozenset[str]:
     return frozenset(
         n for n, p in model.named_parameters(remove_duplicate=False) if p.requires_grad
     )
-
-
-def _variant(
-    model: nn.Module,
-    batch: Batch,
-    loss_fn: LossFn,
-    dims: Mapping[int, int],
-    size: int,
-    answers: Answers,
-) -> ForwardGraph | None:
-    """The same capture at another size, or None where the model does not allow that size."""
-    try:
-        return forward_graph(model, resized(batch, dims, size), loss_fn, answers)
-    except Exception:  # any refusal means that this size is fixed
-        return None
-
-
-def _differentiated(
-    forward: ForwardGraph, trainable: frozenset[str], scaled: bool, answers: Answers | None
-) -> fx.GraphModule | None:
-    """The joint graph at another size, or None: some ops check sizes in their backward only."""
-    try:
-        return differentiate(forward, trainable, scaled=scaled, answers=answers)[0]
-    except Exception:  # as in `_variant`
-        return None
