@@ -74,7 +74,8 @@ def counted(name: str, layers: int, compile: str) -> Row:
     where = cluster(DEVICE, 1)
     pins = {**PINS, "compile": compile}
     compiler = Compiler(model_of(model, None, optimizer, "cuda"), where, pins)
-    step, plan, program = compiler.choose(as_batch(_batch(name, FULL)))
+    planned = compiler.choose(as_batch(_batch(name, FULL)))
+    step, plan, program = planned.step, planned.plan, planned.program
     (stage,) = program.stages
     return {"compile": _compiled(step, plan), "graphaccel": _ours(stage, plan)}
 

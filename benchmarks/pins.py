@@ -100,7 +100,8 @@ def measured(name: str, count: int) -> dict[str, Any]:
     begin, record = time.process_time(), Record()
     module, batch, device, devices = _job(name)
     compiler = Compiler(Model(module, None, 2.0), cluster(device, devices), {"precision": "bf16"})
-    step, plan, _ = compiler.choose(batch, record)
+    planned = compiler.choose(batch, record)
+    step, plan = planned.step, planned.plan
     took, random = time.process_time() - begin, Random(name)
     problem = record.problem
     assert problem is not None
