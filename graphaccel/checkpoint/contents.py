@@ -182,6 +182,11 @@ def _shard(value: Tensor, layout: Layout | None) -> Tensor:
     return ShardTensor(value, layout)
 
 
+def local_memory(tensor: Tensor) -> Tensor:
+    """The memory of a tensor on this rank."""
+    return tensor.local if isinstance(tensor, ShardTensor) else tensor
+
+
 def map_memory(tensor: Tensor, copy: Callable[[Tensor], Tensor]) -> Tensor:
     """The tensor with its memory on this rank replaced by a copy."""
     if isinstance(tensor, ShardTensor):

@@ -72,7 +72,8 @@ def save(
       code 75, of `graphaccel run` too.
     keep: remove all but the newest `keep` complete checkpoints. Default: keep all.
     asynchronous: return when everything is copied to host memory, and write in the background. One
-      save at a time: the next one waits for it, and raises its error.
+      save at a time: the next one waits for it, and raises its error. With `every`, that memory is
+      allocated in the background of the steps before; else the first save takes longer for it.
     weights: False leaves out the tensors of the models, which then are in a file of their own;
       `load` is called with it too.
     more: by name, e.g. scheduler=scheduler, data=loader, ema=averaged, epoch=3: further models and
@@ -92,6 +93,8 @@ def save(
         saver.stop.watch()
         stops = saver.stop.on_any(saver.together, step)
         if not stops and step % every:
+            if asynchronous and saver.staging.empty:
+                _reserve(contents, saver)
             return None
     asynchronous = asynchronous and not stops
     path = _written(contents, saver, root, step, keep, asynchronous)
@@ -187,8 +190,7 @@ def _copied(
 ) -> tuple[dict[str, torch.Tensor], bytes]:
     """Tensors to write, and the rest as a file. Collective."""
     states, plain = contents.states()
-    held = local({**contents.weights(), **states})
-    tensors = {name: tensor.detach() for name, tensor in held.items()}
+    tensors = _tensors(contents, states)
     others = saver.together.each(lambda: plain, lambda _, cause: GraphMisuse(what=cause))
     merged = {
         name: {k: v for result in reversed(others) for k, v in result[name].items()}
@@ -206,6 +208,19 @@ def _copied(
     }
     content = saver.together.here(lambda: _plain_file(state), partial(not_saved, root, step))
     return (saver.staging.copy(tensors) if asynchronous else tensors), content
+
+
+def _reserve(contents: Contents, saver: Saver) -> None:
+    """Allocate host memory for the first asynchronous save, once optimizers have their state."""
+    states = contents.states()[0]
+    if states or not contents.optimizers:
+        saver.staging.reserve(_tensors(contents, states))
+
+
+def _tensors(contents: Contents, states: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors that this rank writes: weights, and `states` of optimizers."""
+    held = local({**contents.weights(), **states})
+    return {name: tensor.detach() for name, tensor in held.items()}
 
 
 def _plain_file(state: Mapping[str, Any]) -> bytes:

@@ -1,0 +1,78 @@
+"""How long an asynchronous save stops training, beside a save that waits for the disk.
+
+    python -m benchmarks.soak.stall
+
+Both kinds in turn, in one run; the first asynchronous save too, whose host memory was allocated in
+the background of the steps before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+import graphaccel
+from benchmarks.guards import processor
+from benchmarks.shared.common import RESULTS
+from graphaccel.checkpoint.saver import saver_of
+
+BAR = 0.10
+ROUNDS = 4
+
+
+def measure(width: int) -> dict[str, Any]:
+    """Seconds that training stands still, by kind of save; the first of each apart."""
+    folder = tempfile.mkdtemp(prefix="graphaccel_")
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(width, width) for _ in range(10)])
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(4, width)).sum().backward()
+    optimizer.step()
+    graphaccel.save(folder, model, optimizer, step=1, every=10, asynchronous=True)
+    seconds: dict[str, list[float]] = {"synchronous": [], "asynchronous": []}
+    time.sleep(10)  # steps of training
+    for step in range(10, 10 * (2 * ROUNDS + 1), 10):
+        background = step // 10 % 2 == 1
+        saved = graphaccel.save(
+            folder, model, optimizer, step=step, every=10, keep=1, asynchronous=background
+        )
+        assert saved is not None
+        seconds["asynchronous" if background else "synchronous"].append(round(saved.seconds, 3))
+        saver_of(model).wait()
+    shutil.rmtree(folder)
+    kept = seconds["asynchronous"]
+    typical = statistics.median(seconds["synchronous"])
+    state = sum(3 * p.numel() * p.element_size() for p in model.parameters())
+    return {
+        "mib": round(state / 2**20),
+        "machine": processor(),
+        "torch": torch.__version__,
+        "seconds": seconds,
+        "first_over_synchronous": round(kept[0] / typical, 3),
+        "later_over_synchronous": round(statistics.median(kept[1:]) / typical, 3),
+    }
+
+
+def main() -> int:
+    """Print the figures as JSON, and keep them; 1 if a stall is over the bar."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--width", type=int, default=1500)
+    figures = measure(parser.parse_args().width)
+    text = json.dumps(figures, indent=2)
+    print(text)
+    (RESULTS / "soak_stall.json").write_text(text + "\n")
+    both = (figures["first_over_synchronous"], figures["later_over_synchronous"])
+    return int(max(both) > BAR)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
