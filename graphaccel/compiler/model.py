@@ -61,7 +61,15 @@ class Model:
             sizes = [states[n] for n in parameters if n in held]
             split = (n for n in held if n in program.owned and program.owned[n].level < 3)
             padded = sum(states[n] for n in split if states[n] * plan.shards > resting[n])
-            return step_bytes(plan, self.stepping, sum(sizes), sizes, apart, fused, padded)
+            if self.shardable:
+                return step_bytes(plan, self.stepping, sum(sizes), sizes, apart, fused, padded)
+            # Parameters, gradients and state are gathered (runtime.parameters.whole_matrices).
+            sizes = [tensor_bytes(parameters[n]) for n in parameters if n in held]
+            gathered = sum(
+                tensor_bytes(parameters[n]) for n in held if states[n] < tensor_bytes(parameters[n])
+            )
+            together = int(gathered * (2 + self.optimizer_bytes))
+            return together + step_bytes(plan, self.stepping, sum(sizes), sizes, [], fused, 0)
 
         built = (*self.module.parameters(), *self.module.buffers())
         # A frozen parameter that the forward updates is a buffer in the graph.

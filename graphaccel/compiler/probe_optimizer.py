@@ -84,7 +84,7 @@ def _step(optimizer: Optimizer, settings: dict[str, Any], count: int) -> tuple[i
         params = [nn.Parameter(torch.ones(_SIDE, _SIDE)) for _ in range(count)]
     for p in params:
         p.grad = torch.ones_like(p)
-    built = _copy(optimizer, {**settings, "params": params})
+    built = copy_of(optimizer, {**settings, "params": params})
     start = [*params, *(p.grad for p in params if p.grad is not None)]
     with PeakMeter(resident=start) as meter:
         before = meter.current
@@ -97,7 +97,8 @@ def _step(optimizer: Optimizer, settings: dict[str, Any], count: int) -> tuple[i
     return state, most
 
 
-def _copy(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:
+def copy_of(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:
+    """A copy with one group and no state, which shares nothing mutable with the optimizer."""
     kind = type(optimizer)
     built = kind.__new__(kind)
     vars(built).update({k: v for k, v in vars(optimizer).items() if k != "step"})

@@ -9,6 +9,7 @@ from graphaccel.compiler.compiler import Planned
 from graphaccel.compiler.input_checks import check_indices, check_positions
 from graphaccel.compiler.registered import Registered
 from graphaccel.dispatch.comparisons import model_pair
+from graphaccel.dispatch.optimizers import state_keys
 from graphaccel.dispatch.run import Prepared, Run, dtypes_of
 from graphaccel.dispatch.together import capture_together, check_same_plan, choose_together
 from graphaccel.dispatch.updates import register_updates
@@ -22,7 +23,6 @@ from graphaccel.runtime.inductor.compile import check_compiler
 from graphaccel.runtime.init_tape import Record
 from graphaccel.runtime.loss_scale import LossScale
 from graphaccel.runtime.mesh import build_mesh
-from graphaccel.runtime.parameters.sharded_optimizer import check_elementwise
 from graphaccel.runtime.parameters.state import stage_meshes
 from graphaccel.runtime.session import Session
 
@@ -49,19 +49,19 @@ def prepare(
     check_positions(chosen.step, run.compiler.capture(batch)[1])
     check_compiler(chosen.plan.compile, run.settings.device)
     recorder = recorder_for(run.settings.device) if chosen.plan.cuda_graphs else None
+    keys = None if run.optimizer is None else state_keys(run.optimizer, chosen)
     expected = _expected(run, batch, chosen, example=example)
     planned()
     # from here on the optimizer, the model and memory are changed
     run.agreement.count_optimizer_steps()
     session, memory = _session(run, batch, chosen, recorder)
     program, optimizer = chosen.program, run.optimizer
-    if optimizer is not None and (program.owned or program.resting):
-        check_elementwise(optimizer)
     session.settle(program_homes(program), chosen.step.tied, optimizer, program, initial)
     vars(run.model).pop(RECORD, None)
     meshes = stage_meshes(session)
     clip = run.settings.clip_norm
-    updates = register_updates(run.model, optimizer, run.hooks, chosen, session, clip, meshes)
+    hooks = run.hooks
+    updates = register_updates(run.model, optimizer, hooks, chosen, session, clip, meshes, keys)
     registered = Registered.of(run.model)
     prepared = Prepared(chosen, session, memory, meshes, updates, registered, dtypes_of(batch))
     return prepared, expected

@@ -18,6 +18,7 @@ from graphaccel.runtime.parameters.remote import RemoteTensor
 from graphaccel.runtime.parameters.sharded_optimizer import ShardedOptimizer
 from graphaccel.runtime.parameters.state import OptimizerState
 from graphaccel.runtime.parameters.step_hooks import StepHooks
+from graphaccel.runtime.parameters.whole_matrices import StateKeys, WholeMatrixOptimizer
 from graphaccel.runtime.session import Session
 
 Optimizer = torch.optim.Optimizer
@@ -44,9 +45,13 @@ def register_updates(
     session: Session,
     clip_norm: float | None,
     meshes: Mapping[int, DeviceMesh],
+    keys: StateKeys | None = None,
 ) -> Updates:
     """Add to the optimizer's hooks, those that must see gradients first. The session's memory is
-    laid out already."""
+    laid out already.
+
+    keys: of state with the shape of its parameter, for an optimizer that steps whole parameters.
+    """
     on_host = "optimizer" in planned.plan.offload
     host = HostCopies(session.mesh.device) if on_host and not session.away else None
     if optimizer is None:
@@ -63,7 +68,11 @@ def register_updates(
     if session.states or host is not None:
         named = dict(model.named_parameters(remove_duplicate=False))
         layouts = session.states if host is None else session.step_layouts()
-        ShardedOptimizer(optimizer, hooks, named, layouts, planned.plan.bucket_bytes, host)
+        if keys is None:
+            size = planned.plan.bucket_bytes
+            ShardedOptimizer(optimizer, hooks, named, layouts, size, host)
+        else:
+            WholeMatrixOptimizer(optimizer, hooks, named, layouts, keys)
         sharded = {id(named[n]): layout for n, layout in session.states.items()}
         if sharded:
             OptimizerState(optimizer, sharded, meshes)

@@ -338,28 +338,24 @@ class ConflictingPins(GraphAccelError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class NotElementwise(GraphAccelError):
-    """An optimizer cannot work on shards. known: names of those that can. of_torch: it is torch's,
-    and looks at more than one number at once."""
+    """An optimizer cannot work on parameters that are spread over devices. reason: what its step
+    needs. own: it is not torch's, and may be declared to be elementwise."""
 
     code = "GA211"
     optimizer: str
-    known: tuple[str, ...]
-    of_torch: bool = False
+    reason: str
+    own: bool = False
 
     def message(self) -> Message:
-        own = (
+        declared = (
             f"if it treats every number by itself:  {self.optimizer}.graphaccel_elementwise = True",
         )
         return Message(
-            f"{self.optimizer} "
-            + ("does not work" if self.of_torch else "is not known to work")
-            + " on shards of parameters",
-            why="the plan shards parameters or optimizer state, and a step on a shard must be that "
-            "shard of the step on the whole",
+            f"{self.optimizer} does not work on parameters that are spread over devices",
+            why=f"the step must be that of one device, and {self.reason}",
             help=(
-                f"these do:  {', '.join(self.known)}",
-                *(() if self.of_torch else own),
-                "or keep parameters and optimizer state whole:  zero=0, tensor=1",
+                "keep parameters and optimizer state whole:  zero=0, tensor=1, pipeline=1",
+                *(declared if self.own else ()),
             ),
         )
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphaccel.errors import GraphMisuse, NotElementwise
+from graphaccel.errors import GraphMisuse
 from graphaccel.runtime.gloo import gather_rows
 from graphaccel.runtime.parameters.host import HostCopies
 from graphaccel.runtime.parameters.layout import Layout
@@ -40,17 +40,6 @@ def is_elementwise(optimizer: Optimizer | None) -> bool:
     kind = type(optimizer)
     known = kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE
     return optimizer is None or known or bool(getattr(optimizer, "graphaccel_elementwise", False))
-
-
-def check_elementwise(optimizer: Optimizer) -> None:
-    """Raises NotElementwise (GA211) for an optimizer that needs full tensors."""
-    if not is_elementwise(optimizer):
-        kind = type(optimizer)
-        raise NotElementwise(
-            optimizer=kind.__name__,
-            known=tuple(sorted(ELEMENTWISE)),
-            of_torch=kind.__module__.startswith("torch.optim"),
-        )
 
 
 class ShardedOptimizer:

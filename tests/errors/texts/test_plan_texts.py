@@ -157,22 +157,22 @@ error[GA210]: data=2 and schedule='gpipe' can not be kept together on 8 devices
   explain: graphaccel explain GA210""",
     ),
     (
-        errors.NotElementwise(optimizer="Lion", known=("Adam", "SGD")),
+        errors.NotElementwise(
+            optimizer="Prodigy", reason="its step of one parameter depends on others", own=True
+        ),
         """\
-error[GA211]: Lion is not known to work on shards of parameters
-  why:  the plan shards parameters or optimizer state, and a step on a shard must be that shard of the step on the whole
-  help: these do:  Adam, SGD
-  help: if it treats every number by itself:  Lion.graphaccel_elementwise = True
-  help: or keep parameters and optimizer state whole:  zero=0, tensor=1
+error[GA211]: Prodigy does not work on parameters that are spread over devices
+  why:  the step must be that of one device, and its step of one parameter depends on others
+  help: keep parameters and optimizer state whole:  zero=0, tensor=1, pipeline=1
+  help: if it treats every number by itself:  Prodigy.graphaccel_elementwise = True
   explain: graphaccel explain GA211""",
     ),
     (
-        errors.NotElementwise(optimizer="LBFGS", known=("Adam", "SGD"), of_torch=True),
+        errors.NotElementwise(optimizer="LBFGS", reason="its step computes the loss anew"),
         """\
-error[GA211]: LBFGS does not work on shards of parameters
-  why:  the plan shards parameters or optimizer state, and a step on a shard must be that shard of the step on the whole
-  help: these do:  Adam, SGD
-  help: or keep parameters and optimizer state whole:  zero=0, tensor=1
+error[GA211]: LBFGS does not work on parameters that are spread over devices
+  why:  the step must be that of one device, and its step computes the loss anew
+  help: keep parameters and optimizer state whole:  zero=0, tensor=1, pipeline=1
   explain: graphaccel explain GA211""",
     ),
     (

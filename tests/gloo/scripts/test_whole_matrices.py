@@ -1,8 +1,9 @@
-"""Optimizers that read whole matrices: as on one device where each is whole, else refused."""
+"""Optimizers that read whole matrices: as on one device, also where parameters are sharded."""
 
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,57 +17,142 @@ from tests.support.pool import Pool
 
 pytestmark = pytest.mark.multiprocess
 
+PLANS: list[dict[str, Any]] = [
+    {"data": 2, "zero": 0},
+    {"pipeline": 2},
+    {"data": 2, "zero": 1},
+    {"data": 2, "zero": 2},
+    {"data": 2, "zero": 3},
+    {"tensor": 2},
+]
+
 
 class Matrices(nn.Module):
     """`forward(x, y)`: [B, 6], [B] → mean cross entropy; every parameter is a matrix."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(6, 8, bias=False), nn.Linear(8, 4, bias=False)
+        self.first, self.second = nn.Linear(6, 8, bias=False), nn.Linear(8, 5, bias=False)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(self.second(torch.tanh(self.first(x))), y)
 
 
+class TwoSided(torch.optim.Optimizer):
+    """Shampoo in two lines: preconditions a matrix from both sides; its state is [m, m], [n, n]."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    for key, size in zip(("left", "right"), p.shape, strict=True):
+                        state[key] = torch.eye(size, dtype=p.dtype)
+                state["left"] += p.grad @ p.grad.T
+                state["right"] += p.grad.T @ p.grad
+                update = torch.linalg.solve(state["left"], p.grad)
+                p -= group["lr"] * torch.linalg.solve(state["right"], update, left=False)
+
+
+class ByNorm(TwoSided):
+    """Divides by the norm of all gradients together."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            norm = sum(p.grad.square().sum() for p in group["params"] if p.grad is not None)
+            for p in group["params"]:
+                if p.grad is not None:
+                    p -= group["lr"] * p.grad / norm
+
+
+OWN = {"TwoSided": TwoSided, "ByNorm": ByNorm}
+
+
 def _optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    return getattr(torch.optim, name)(model.parameters(), lr=0.05)
+    kind = OWN.get(name) or getattr(torch.optim, name)
+    return kind(model.parameters(), lr=0.05)
 
 
-def _refused_or_right(name: str, pins: dict[str, Any], refused: bool) -> str | float:
+def _batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(4, 6, generator=generator).double(), torch.tensor([0, 1, 2, 3])
+
+
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for _ in range(steps):
+        model(*_batch()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _pair(name: str, pins: dict[str, Any]) -> list[Any]:
+    """The plain model and optimizer, and ours under a plan."""
     torch.manual_seed(0)
     plain = Matrices().double()
     ours = copy.deepcopy(plain)
     optimizers = [_optimizer(name, m) for m in (plain, ours)]
-    x, y = torch.randn(4, 6, dtype=torch.float64), torch.tensor([0, 1, 2, 3])
-    if refused:
-        with pytest.raises(errors.NotElementwise) as caught:
-            graphaccel.optimize(ours, optimizers[1], devices=2, example_batch=(x, y), **pins)
-        return str(caught.value).splitlines()[0]
-    graphaccel.optimize(ours, optimizers[1], devices=2, check="off", **pins)
-    for _ in range(3):
-        for model, optimizer in zip((plain, ours), optimizers, strict=True):
-            model(x, y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    graphaccel.optimize(ours, optimizers[1], devices=2, example_batch=_batch(), **pins)
+    return [plain, optimizers[0], ours, optimizers[1]]
+
+
+def _furthest(plain: nn.Module, ours: nn.Module) -> float:
     state = graphaccel.full_state_dict(ours)
     return max((state[n] - v).abs().max().item() for n, v in plain.state_dict().items())
 
 
-@pytest.mark.parametrize("name", ["Muon", "Adafactor"])
-@pytest.mark.parametrize("pins", [{"data": 2, "zero": 0}, {"pipeline": 2}], ids=str)
-def test_whole_matrices_are_stepped_as_on_one_device(
-    pool: Pool, name: str, pins: dict[str, Any]
-) -> None:
-    if not hasattr(torch.optim, name):
+def _stepped(name: str) -> list[float]:
+    furthest = []
+    for pins in PLANS:
+        plain, optimizer, ours, own = _pair(name, pins)
+        _train(plain, optimizer, 3)
+        _train(ours, own, 3)
+        furthest.append(_furthest(plain, ours))
+    return furthest
+
+
+@pytest.mark.parametrize("name", ["Muon", "Adafactor", "TwoSided"])
+def test_as_on_one_device(pool: Pool, name: str) -> None:
+    if name not in OWN and not hasattr(torch.optim, name):
         pytest.skip(f"this torch has no {name}")
-    furthest = 1e-12
-    assert max(pool.run(2, _refused_or_right, name, pins, False)) < furthest
+    for furthest in pool.run(2, _stepped, name):
+        assert max(furthest) < 1e-12, furthest
+
+
+def _resumed(name: str, folder: str) -> float:
+    """Trained and saved under ZeRO 3, resumed under tensor, then under ZeRO 1."""
+    plain, optimizer, ours, own = _pair(name, {"data": 2, "zero": 3})
+    _train(plain, optimizer, 6)
+    _train(ours, own, 2)
+    graphaccel.save(folder, ours, own, step=2)
+    for step, pins in ((4, {"tensor": 2}), (6, {"data": 2, "zero": 1})):
+        _, _, ours, own = _pair(name, pins)
+        graphaccel.load(folder, ours, own)
+        _train(ours, own, 2)
+        graphaccel.save(folder, ours, own, step=step)
+    return _furthest(plain, ours)
 
 
 @pytest.mark.parametrize("name", ["Muon", "Adafactor"])
-@pytest.mark.parametrize("pins", [{"data": 2, "zero": 1}, {"tensor": 2}], ids=str)
-def test_parts_of_matrices_are_refused(pool: Pool, name: str, pins: dict[str, Any]) -> None:
+def test_a_checkpoint_moves_between_plans(pool: Pool, name: str, tmp_path: Path) -> None:
     if not hasattr(torch.optim, name):
         pytest.skip(f"this torch has no {name}")
-    said = pool.run(2, _refused_or_right, name, pins, True)
-    assert said == [f"error[GA211]: {name} does not work on shards of parameters"] * 2
+    assert max(pool.run(2, _resumed, name, str(tmp_path))) < 1e-12
+
+
+def _refused(name: str, pins: dict[str, Any]) -> str:
+    with pytest.raises(errors.NotElementwise) as caught:
+        _pair(name, pins)
+    return caught.value.reason
+
+
+@pytest.mark.parametrize("pins", [{"pipeline": 2}, {"data": 2, "zero": 3}], ids=str)
+def test_one_that_couples_parameters_is_refused(pool: Pool, pins: dict[str, Any]) -> None:
+    reason = "its step of one parameter depends on the gradients of others"
+    assert pool.run(2, _refused, "ByNorm", pins) == [reason] * 2

@@ -320,11 +320,10 @@ def test_optimizer_state_is_that_of_the_whole_model(pool: Pool, pins: dict[str, 
 
 
 REFUSED = """\
-error[GA211]: LBFGS does not work on shards of parameters
-  why:  the plan shards parameters or optimizer state, and a step on a shard must be that shard of the step on the whole
-  help: these do:  ASGD, Adadelta, Adagrad, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Rprop, SGD
-  help: or keep parameters and optimizer state whole:  zero=0, tensor=1
-  explain: graphaccel explain GA211"""  # noqa: E501
+error[GA211]: LBFGS does not work on parameters that are spread over devices
+  why:  the step must be that of one device, and its step computes the loss anew, by a closure
+  help: keep parameters and optimizer state whole:  zero=0, tensor=1, pipeline=1
+  explain: graphaccel explain GA211"""
 
 
 def _refused(own: bool) -> str:

@@ -1,0 +1,47 @@
+"""Checks that the user's optimizer can step parameters that a plan spreads over devices."""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+
+from graphaccel.compiler.compiler import Planned
+from graphaccel.compiler.probe_coupling import coupling_of
+from graphaccel.errors import NotElementwise
+from graphaccel.runtime.parameters.sharded_optimizer import is_elementwise
+from graphaccel.runtime.parameters.whole_matrices import StateKeys
+
+_COUPLED = "its step of one parameter depends on the gradients of others"
+_CLOSURE = "its step computes the loss anew, by a closure"
+
+
+def state_keys(optimizer: torch.optim.Optimizer, planned: Planned) -> StateKeys | None:
+    """None for an elementwise optimizer, or one whose state is whole; else the keys of the state
+    that has the shape of its parameter.
+
+    Raises NotElementwise (GA211) for an optimizer that couples parameters on several devices.
+    """
+    plan, program = planned.plan, planned.program
+    sharded = bool(program.owned or program.resting)
+    if is_elementwise(optimizer) or not (sharded or plan.pipeline > 1):
+        return None
+    known = coupling_of(optimizer)
+    reason = _COUPLED if known.dependent else ""
+    if sharded and _needs_closure(optimizer):
+        reason = _CLOSURE
+    elif sharded and known.unknown:
+        reason = f"what its step depends on is not known: {known.unknown}"
+    elif sharded and "optimizer" in plan.offload:
+        reason = reason or "with optimizer state on the host it steps shards alone"
+    if reason:
+        kind = type(optimizer)
+        own = not kind.__module__.startswith("torch.optim")
+        raise NotElementwise(optimizer=kind.__name__, reason=reason, own=own)
+    return known.full if sharded else None
+
+
+def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `step` takes a closure that has no default."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
