@@ -340,7 +340,7 @@ class Handle:
         try:
             result = session.step(compiled, leaves)
         except DeviceOutOfMemory as error:
-            raise prepared.beside_prediction(error) from error.__cause__
+            raise prepared.beside_prediction(error, run.compiler) from error.__cause__
         run.gate.spoilt(result.overflow)
         given = partial(step_results, run, prepared, result, compiled.program)
         run.gate.check(given, session.mesh)

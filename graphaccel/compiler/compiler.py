@@ -162,7 +162,7 @@ class Compiler:
         limits = split_limits(layouts.whole.step)
         self._refuse_missing(layouts.whole.step, limits)
         size = sizes.get(BATCH, step.batch_size)
-        conditions = Conditions(limits, size, self.model.shardable, self._stepping())
+        conditions = Conditions(limits, size, self.model.shardable, self.stepping())
         plan = search(
             layouts.whole.step,
             cluster,
@@ -199,7 +199,7 @@ class Compiler:
         )
         return without_tensor_axis(names) if plan.tensor > 1 else names
 
-    def _stepping(self) -> OptimizerMemory:
+    def stepping(self) -> OptimizerMemory:
         """Memory that the optimizer's step allocates; our fused step allocates none."""
         ours = enabled(self.pins.get("fusions") or "off", self.cluster.device.type)
         return NOTHING if ours else self.model.stepping

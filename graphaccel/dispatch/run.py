@@ -14,8 +14,9 @@ from graphaccel.arguments import FIRST_STEP, MAX_PROGRAMS
 from graphaccel.capture.batch import Batch
 from graphaccel.compiler.compiler import Compiler, Planned
 from graphaccel.compiler.registered import Registered
+from graphaccel.compiler.smaller_plan import Smaller, smaller_plan
 from graphaccel.dispatch.updates import Updates
-from graphaccel.errors import DeviceOutOfMemory
+from graphaccel.errors import DeviceOutOfMemory, GraphAccelError
 from graphaccel.passes.context import Fixed
 from graphaccel.planner.plan.prediction import StageMemory
 from graphaccel.proof.gate import Gate
@@ -110,17 +111,30 @@ class Prepared:
         """Whether the model's own forward can run here: full parameters, none offloaded."""
         return self.has_all and not self.session.away
 
-    def beside_prediction(self, error: DeviceOutOfMemory) -> DeviceOutOfMemory:
+    def beside_prediction(self, error: DeviceOutOfMemory, compiler: Compiler) -> DeviceOutOfMemory:
         """The error with what was predicted for this rank."""
         memory = self.memory
         predicted = {} if memory is None else {"tensors": memory.tensors, "other": memory.other}
+        smaller = self._smaller(compiler, error.actual)
         return DeviceOutOfMemory(
             stage=error.stage,
             action=error.action,
             predicted=predicted,
             actual=error.actual,
             recompute=not self.planned.plan.recompute,
+            pins={} if smaller is None else smaller.pins,
+            smaller=None if smaller is None else (smaller.tensors, smaller.instead_of),
         )
+
+    def _smaller(self, compiler: Compiler, actual: Mapping[str, int]) -> Smaller | None:
+        """Pins that are predicted to need less. actual: bytes of the device by kind."""
+        if self.planned.plan.prediction is None:
+            return None
+        room = actual["tensors"] + actual["free"] if "tensors" in actual else None
+        try:
+            return smaller_plan(compiler, self.planned, room)
+        except GraphAccelError:  # what is reported is that memory ran out
+            return None
 
 
 def dtypes_of(batch: Batch) -> dict[str, torch.dtype]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from graphaccel.errors.base import GraphAccelError
 from graphaccel.errors.messages import Message, columns, format_bytes
@@ -61,7 +62,8 @@ class NonFiniteLoss(GraphAccelError):
 @dataclass(kw_only=True, eq=False, repr=False)
 class DeviceOutOfMemory(GraphAccelError):
     """A device ran out of memory. predicted, actual: bytes per category, as far as known; owner: of
-    the largest. recompute: whether the plan does not recompute all already."""
+    the largest. recompute: whether the plan does not recompute all already. pins: of a plan that is
+    predicted to fit. smaller: its bytes in tensors, and those of the plan that ran."""
 
     code = "GA502"
     stage: int
@@ -70,6 +72,8 @@ class DeviceOutOfMemory(GraphAccelError):
     actual: dict[str, int]
     owner: str = ""
     recompute: bool = True
+    pins: dict[str, Any] = field(default_factory=dict)
+    smaller: tuple[int, int] | None = None
 
     def message(self) -> Message:
         def cell(parts: dict[str, int], name: str) -> str:
@@ -84,11 +88,23 @@ class DeviceOutOfMemory(GraphAccelError):
                 *((f"largest live tensors belong to: {self.owner}",) if self.owner else ()),
             ),
             help=(
-                "pin what saves most:  graphaccel.optimize(model, optimizer, recompute='all')"
-                if self.recompute
-                else "hold fewer examples at a time:  "
-                "graphaccel.optimize(model, optimizer, microbatches=N)",
+                self._pinned(),
                 "or plan for less than the device has:  "
                 "graphaccel plan FILE --devices N --memory SIZE --json plan.json",
             ),
+        )
+
+    def _pinned(self) -> str:
+        """What to pin: what is predicted to fit, or what saves most."""
+        if self.smaller is not None:
+            needed, instead = map(format_bytes, self.smaller)
+            pins = ", ".join(f"{name}={value!r}" for name, value in self.pins.items())
+            return (
+                f"predicted to need {needed} in tensors on its fullest rank, this plan {instead}:  "
+                f"graphaccel.optimize(model, optimizer, {pins})"
+            )
+        if self.recompute:
+            return "pin what saves most:  graphaccel.optimize(model, optimizer, recompute='all')"
+        return (
+            "hold fewer examples at a time:  graphaccel.optimize(model, optimizer, microbatches=N)"
         )

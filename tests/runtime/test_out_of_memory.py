@@ -6,18 +6,23 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import graphaccel
 from graphaccel import errors
+from graphaccel.errors.messages import format_bytes
 from graphaccel.runtime.execution.executor import Executor
 from graphaccel.runtime.execution.out_of_memory import is_out_of_memory
+from tests.gloo.scripts.test_semantics import gpt, tokens
 from tests.support.small import Classifier, small_batch
 
 
-def test_predicted_and_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Classifier()
+def _ran_out(
+    monkeypatch: pytest.MonkeyPatch, model: Any, batch: Any, **pins: Any
+) -> errors.DeviceOutOfMemory:
+    """The error of a step whose backward finds no memory."""
     optimizer = torch.optim.AdamW(model.parameters())
-    graphaccel.optimize(model, optimizer, devices=1, check="off", example_batch=small_batch())
+    graphaccel.optimize(model, optimizer, devices=1, check="off", example_batch=batch, **pins)
     run = Executor.run_action
 
     def fails(self: Executor, action: Any, state: Any) -> None:
@@ -27,18 +32,50 @@ def test_predicted_and_free(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Executor, "run_action", fails)
     with pytest.raises(errors.DeviceOutOfMemory) as caught:
-        model(*small_batch())
-    assert caught.value.predicted["tensors"] == model.graphaccel.predicted_peak_bytes
-    assert caught.value.actual["free"] > 0
-    lines = str(caught.value).splitlines()
+        model(**batch) if isinstance(batch, dict) else model(*batch)
+    monkeypatch.undo()
+    return caught.value
+
+
+def test_predicted_and_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Classifier()
+    error = _ran_out(monkeypatch, model, small_batch())
+    assert error.predicted["tensors"] == model.graphaccel.predicted_peak_bytes
+    assert error.actual["free"] > 0
+    lines = str(error).splitlines()
     assert lines[0] == "error[GA502]: stage 0 ran out of memory during backward of microbatch 0"
     assert [line.split()[0] for line in lines[1:]] == [
         "predicted", "tensors", "other", "free", "help:", "help:", "explain:",
     ]  # fmt: skip
-    assert lines[-3].endswith("graphaccel.optimize(model, optimizer, recompute='all')")
-    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
-    monkeypatch.undo()
+    assert isinstance(error.__cause__, torch.OutOfMemoryError)
     model(*small_batch()).backward()  # and it goes on
+
+
+def test_the_pins_that_are_named_need_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = gpt(4), tokens()
+    error = _ran_out(monkeypatch, model, batch, microbatches=1, recompute="none")
+    assert error.smaller is not None
+    needed, instead = error.smaller
+    assert needed <= 0.9 * instead
+    given = ", ".join(f"{name}={value!r}" for name, value in error.pins.items())
+    lines = str(error).splitlines()
+    assert lines[-3] == (
+        f"  help: predicted to need {format_bytes(needed)} in tensors on its fullest rank, "
+        f"this plan {format_bytes(instead)}:  graphaccel.optimize(model, optimizer, {given})"
+    )
+    other = gpt(4)
+    optimizer = torch.optim.AdamW(other.parameters())
+    graphaccel.optimize(other, optimizer, devices=1, check="off", example_batch=batch, **error.pins)
+    mine, theirs = (m.graphaccel.predicted_peak_bytes for m in (model, other))
+    assert theirs < 0.95 * mine
+
+
+def test_no_pin_is_named_where_none_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(512, 512), nn.Flatten(0))
+    x = torch.zeros(1, 512)
+    error = _ran_out(monkeypatch, model, (x,), loss_fn=lambda out: out.sum())
+    assert error.smaller is None
+    assert "recompute='all'" in str(error)
 
 
 def test_the_allocator_of_the_host() -> None:

@@ -178,6 +178,24 @@ error[GA502]: stage 1 ran out of memory during backward of microbatch 2
   explain: graphaccel explain GA502""",
     ),
     (
+        errors.DeviceOutOfMemory(
+            stage=0,
+            action="forward of microbatch 0",
+            predicted={"tensors": 31 * GIB},
+            actual={"free": 5 * MIB},
+            pins={"data": 2, "recompute": "all"},
+            smaller=(21 * GIB, 31 * GIB),
+        ),
+        """\
+error[GA502]: stage 0 ran out of memory during forward of microbatch 0
+           predicted  actual
+  tensors  31.0 GiB   -
+  free     -          5.0 MiB
+  help: predicted to need 21.0 GiB in tensors on its fullest rank, this plan 31.0 GiB:  graphaccel.optimize(model, optimizer, data=2, recompute='all')
+  help: or plan for less than the device has:  graphaccel plan FILE --devices N --memory SIZE --json plan.json
+  explain: graphaccel explain GA502""",
+    ),
+    (
         errors.UnknownDevice(name="h100", closest=("h100-80gb", "h200-141gb")),
         """\
 error[GA601]: no device named `h100` in the catalogue
