@@ -257,7 +257,8 @@ class Compiler:
         if not plan.rates:
             plan = replace(plan, rates=rates_of(cluster, plan))
         target = Target(sizes, ort=self.regions.tools(plan, cluster, given))
-        plan, program = placed_programs(step, plan, target, self.path)
+        checked = given is not None and given is not self.given  # another rank's
+        plan, program = placed_programs(step, plan, target, self.path, checked=checked)
         chosen = self._routed(step, plan, batch, sizes, given)
         memory = ProgramMemory(self.model, cluster, batch, plan, program).of_ranks(chosen)
         prediction = plan.prediction

@@ -43,11 +43,12 @@ def build(step: StepGraph, plan: Plan, **target: Any) -> StepProgram:
 
 
 def placed_programs(
-    step: StepGraph, plan: Plan, target: Target, path: str = "plan"
+    step: StepGraph, plan: Plan, target: Target, path: str = "plan", *, checked: bool = False
 ) -> tuple[Plan, StepProgram]:
     """The plan with its placements, which are checked where it has some, and its programs.
 
-    path: what errors call the plan.
+    path: what errors call the plan. checked: the placements were chosen, or checked, on another
+    rank, for the same step.
 
     Raises BadPin (GA202), PlanMismatch (GA204), and what `passes.pipeline.build` raises.
     """
@@ -56,7 +57,8 @@ def placed_programs(
         resting=target.resting, groups=target.groups, ranks=target.ranks, ort=target.ort,
     )  # fmt: skip
     if plan.axis_placements:
-        check_placements(_placing(step, plan, target), path)
+        if not checked:
+            check_placements(_placing(step, plan, target), path)
         return plan, run(plan)
     placed = with_placements(step, plan, target)
     try:

@@ -3,91 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from functools import cache
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
-from graphaccel.compat.torch.fakes import FakeTensor, FakeTensorMode, new_fake
+from graphaccel.compat.torch.fakes import FakeTensor, FakeTensorMode
 from graphaccel.compat.torch.tensors import storage_key
-
-
-class _Values(fx.Interpreter):
-    """Runs each call, unless an equal call on tensors with equal metadata ran before: layers repeat
-    their calls. Calls whose results may share storage with their inputs always run."""
-
-    def __init__(self, graph: fx.GraphModule) -> None:
-        super().__init__(graph)
-        self._made: dict[Hashable, Callable[[], Any]] = {}
-
-    def run_node(self, n: fx.Node) -> Any:
-        key = self._key(n)
-        if key is not None and key in self._made:
-            result = n.meta["val"] = self._made[key]()
-            return result
-        result = super().run_node(n)
-        if key is not None:
-            make = _maker(result, [self.env[source] for source in n.all_input_nodes])
-            if make is not None:
-                self._made[key] = make
-        if n.target is torch.ops._c10d_functional.wait_tensor.default:
-            # It returns what it waited for; its fake would be a copy.
-            result = self.env[operands(n)[0]]
-        n.meta["val"] = result
-        return result
-
-    def _key(self, n: fx.Node) -> Hashable | None:
-        """What the metadata of a call's result depends on; None where it always runs."""
-        if n.op != "call_function" or not _returns_new(n.target):
-            return None
-        try:
-            key = n.target, self._described(n.args), self._described(tuple(n.kwargs.items()))
-            hash(key)
-        except TypeError:  # a value without a hash, a symbolic number
-            return None
-        return key
-
-    def _described(self, value: Any) -> Any:
-        if isinstance(value, fx.Node):
-            value = self.env[value]
-        if isinstance(value, torch.Tensor):
-            if not isinstance(value, FakeTensor) or value.constant is not None:
-                raise TypeError("its value is known")
-            return (value.dtype, value.device, tuple(value.shape), value.stride(),
-                    value.storage_offset(), value.is_conj(), value.is_neg())  # fmt: skip
-        if isinstance(value, (tuple, list)):
-            return type(value), *map(self._described, value)
-        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            raise TypeError("a comparison would fix it")
-        return type(value), value
-
-
-@cache
-def _returns_new(target: Any) -> bool:
-    """Whether an op's schema says that no result shares storage with an argument."""
-    schema = getattr(target, "_schema", None)
-    if schema is None:
-        return False
-    return not any(a.alias_info for a in (*schema.arguments, *schema.returns))
-
-
-def _maker(result: Any, inputs: Sequence[Any]) -> Callable[[], Any] | None:
-    """A function that creates tensors like a result; None where they share storage with an input,
-    which some ops do where they have nothing to do, or with each other."""
-    many = isinstance(result, (tuple, list))
-    built = list(result) if many else [result]
-    if not all(isinstance(t, FakeTensor) and t.constant is None for t in built):
-        return None
-    storages = {storage_key(t) for t in built}
-    given = {storage_key(t) for value in inputs for t in tensors_of(value)}
-    alone = len(storages) == len(built) and not storages & given
-    if not alone or any(t.storage_offset() for t in built):
-        return None
-    if many:
-        return lambda: type(result)([new_fake(t) for t in built])
-    return lambda: new_fake(result)
+from graphaccel.ir.fake_calls import fake_call
 
 
 def propagate(graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> None:
@@ -95,13 +21,32 @@ def propagate(graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> None:
 
     Shapes, dtypes, strides and shared storages are then those of the real run.
     """
-    nodes = list(graph.graph.nodes)
     mode = (
         next((i.fake_mode for i in inputs if isinstance(i, FakeTensor)), None) or FakeTensorMode()
     )
+    given = iter(inputs)
     with mode, torch.no_grad():
-        _Values(graph).run(*inputs)
-    assert all("val" in n.meta for n in nodes if n.op == "call_function")
+        for node in graph.graph.nodes:
+            if node.op == "placeholder":
+                node.meta["val"] = next(given)
+            elif node.op == "get_attr":
+                node.meta["val"] = attrgetter(node.target)(graph)
+            elif node.op == "output":
+                node.meta["val"] = map_arg(node.args[0], _value)
+            else:
+                args, kwargs = map_arg((node.args, node.kwargs), _value)
+                node.meta["val"] = _returned(node, args, kwargs)
+
+
+def _returned(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if node.target is torch.ops._c10d_functional.wait_tensor.default:
+        return args[0]  # it returns what it waited for; its fake would be a copy
+    assert node.op == "call_function"
+    return fake_call(node.target, args, kwargs)
+
+
+def _value(node: fx.Node) -> Any:
+    return node.meta["val"]
 
 
 def fake_like(value: Any, shape: Sequence[int]) -> torch.Tensor:

@@ -1,8 +1,7 @@
-"""Propagation on fake tensors: equal calls run once, and storage is shared as in a real run."""
+"""Propagation on fake tensors: storage is shared as in a real run."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import fx
 
@@ -13,20 +12,7 @@ from graphaccel.ir import values
 aten = torch.ops.aten
 
 
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The calls that run, from now on."""
-    ran: list[str] = []
-    run = fx.Interpreter.call_function
-
-    def counted(self: fx.Interpreter, target: object, args: tuple, kwargs: dict) -> object:
-        ran.append(str(target))
-        return run(self, target, args, kwargs)
-
-    monkeypatch.setattr(fx.Interpreter, "call_function", counted)
-    return ran
-
-
-def test_equal_calls_run_once_and_views_always(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_calls_have_results_of_their_own() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
     made = []
@@ -37,13 +23,9 @@ def test_equal_calls_run_once_and_views_always(monkeypatch: pytest.MonkeyPatch) 
     dropped = graph.call_function(aten.native_dropout.default, (x, 0.5, True))
     again = graph.call_function(aten.native_dropout.default, (x, 0.5, True))
     graph.output([*made, other, dropped, again])
-    ran = calls(monkeypatch)
     with FakeTensorMode():
         given = torch.empty(4, 4)
     values.propagate(fx.GraphModule({}, graph), [given])
-    assert ran.count("aten.mm.default") == 2  # the other reads a transposed tensor
-    assert ran.count("aten.native_dropout.default") == 1
-    assert ran.count("aten.t.default") == 3
     keys = [storage_key(node.meta["val"]) for node in made]
     assert keys[::2] == keys[1::2]
     assert len({*keys}) == 3
@@ -53,7 +35,7 @@ def test_equal_calls_run_once_and_views_always(monkeypatch: pytest.MonkeyPatch) 
     assert again.meta["val"][1].dtype == torch.bool
 
 
-def test_a_result_that_is_its_argument_is_not_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_that_is_its_argument_is_not_made_anew() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
     same = [graph.call_function(aten.contiguous.default, (x,)) for _ in range(2)]

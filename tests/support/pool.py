@@ -33,6 +33,7 @@ PRELOADED = (
     "torch",
     "torch.distributed",
     "torch.export",
+    "torch.fx._graph_pickler",
     "transformers",
     *(f"transformers.models.{name}.modeling_{name}" for name in _MODELS),
     "graphaccel.api",

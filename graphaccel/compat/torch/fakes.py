@@ -5,7 +5,7 @@ Importing it corrects what fake tensors of torch before 2.13 report of attention
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -129,6 +129,26 @@ def new_fake(tensor: FakeTensor) -> FakeTensor:
     with without_torch_dispatch():
         like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     return FakeTensor(tensor.fake_mode, like, tensor.fake_device)
+
+
+def fake_view(
+    of: FakeTensor,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    offset: int,
+) -> FakeTensor:
+    """A fake tensor of this layout in the storage of another, on its device; calls no op of the
+    fake mode. offset: in elements of dtype."""
+    with without_torch_dispatch():
+        like = torch.empty((0,), dtype=dtype, device="meta")
+        like.set_(of.untyped_storage(), offset, shape, stride)  # type: ignore[call-overload]
+    return FakeTensor(of.fake_mode, like, of.fake_device)
+
+
+def results_of(mode: FakeTensorMode) -> dict[Hashable, Any]:
+    """A cache of what calls return in a fake mode (`ir.fake_calls`), which lives as long as it."""
+    return vars(mode).setdefault("graphaccel_results", {})
 
 
 def fakes_like(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

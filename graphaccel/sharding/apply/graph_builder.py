@@ -17,6 +17,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
+from graphaccel.ir.fake_calls import fake_call
 from graphaccel.ir.fakes import Fakes
 from graphaccel.ir.nodes import new_node
 from graphaccel.sharding.rules.batch_placement import PARTIAL, REPLICATED
@@ -197,4 +198,4 @@ def set_value(node: fx.Node, fakes: Fakes | None = None) -> None:
         node.meta["val"] = fakes.call(make, node.args, node.kwargs)
         return
     args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
-    node.meta["val"] = make(*args, **kwargs)
+    node.meta["val"] = fake_call(make, args, kwargs)
