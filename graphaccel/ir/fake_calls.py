@@ -110,7 +110,8 @@ def _argument(value: Any, given: list[FakeTensor]) -> Hashable:
 
 
 def _layout(tensor: FakeTensor) -> _Layout:
-    shape, stride, offset = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+    shape, stride = tuple(tensor.shape), tensor.stride()
+    offset: Any = tensor.storage_offset()
     if tensor.constant is not None or tensor.is_conj() or tensor.is_neg():
         raise _NotCached
     if not all(type(n) is int for n in (*shape, *stride, offset)):
