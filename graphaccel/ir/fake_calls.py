@@ -54,8 +54,13 @@ class _NotCached(Exception):
     """A call whose results its op and the metadata of its arguments do not determine."""
 
 
-def fake_call(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def fake_call(
+    target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, recorded: bool = True
+) -> Any:
     """`target(*args, **kwargs)`, inside the fake mode of its tensors.
+
+    recorded: whether autograd sees the call, so that one whose results need gradients runs; False
+    below autograd, in `__torch_dispatch__`.
 
     Not run where an equal call was: of the same op, on tensors of equal metadata, with equal other
     arguments. Then the results are new tensors, or views of its own arguments, as those of the
@@ -65,6 +70,8 @@ def fake_call(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     given: list[FakeTensor] = []
     try:
         key = _key(target, args, kwargs, given)
+        if recorded and torch.is_grad_enabled() and any(t.requires_grad for t in given):
+            raise _NotCached
     except _NotCached:
         return target(*args, **kwargs)
     known = results_of(given[0].fake_mode)
@@ -87,7 +94,7 @@ def _key(
     if target is torch.ops.aten.as_strided.default:  # refuses by the size of the storage
         raise _NotCached
     key = target, torch.get_default_dtype(), _argument(args, given), *_named(kwargs, given)
-    if not given or (torch.is_grad_enabled() and any(t.requires_grad for t in given)):
+    if not given:
         raise _NotCached
     return key
 

@@ -239,6 +239,7 @@ def _serve(pipe: connection.Connection, log: str) -> None:
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     gc.freeze()  # what the imports left is never garbage; keeps the collection after each job short
+    gc.disable()  # jobs are short: one collection after each, none of what a capture builds
     with open(log, "w") as stacks:
         faulthandler.enable(stacks, all_threads=True)
         pipe.send_bytes(pickle.dumps(_Idle()))
@@ -253,6 +254,7 @@ def _serve(pipe: connection.Connection, log: str) -> None:
                 dist.destroy_process_group()
                 gc.collect()
                 gc.freeze()  # captures that are kept for later jobs
+                gc.disable()  # a job may have enabled it
             pipe.send_bytes(pickle.dumps(idle))
             if idle.spoilt:
                 # Joining a group failed, or the job left it. torch counts the groups it tried to

@@ -15,6 +15,7 @@ from graphaccel.compat.torch import pytree
 from graphaccel.compat.torch.modes import TorchDispatchMode
 from graphaccel.errors.messages import Location
 from graphaccel.guards.reads import line_of, paused
+from graphaccel.ir.fake_calls import fake_call
 
 Path = tuple[str, ...]
 """Attribute names, list indices and dict keys, from a model to something that it holds."""
@@ -44,6 +45,8 @@ class Ops(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
+        if func is torch.ops.prim.device.default:  # asked about twice as often as any op
+            return args[0].device
         kwargs = kwargs or {}
         self.names.append(func)
         given = {memory_of(t) for t in _tensors((args, kwargs))}
@@ -54,7 +57,7 @@ class Ops(TorchDispatchMode):
             if key not in self.own and key not in self.computed and key not in self.written:
                 self.written[key] = line_of(sys._getframe(1))
         with paused():
-            result = func(*args, **kwargs)
+            result = fake_call(func, args, kwargs, recorded=False)
         for tensor in _tensors(result):
             key = memory_of(tensor)
             if key not in given:
