@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from graphaccel.capture.batch import flatten_call
 from graphaccel.capture.export.decompose import decomposed
 from graphaccel.capture.stepgraph import capture
 from graphaccel.capture.trace import Answers
+from graphaccel.compat.torch import pytree
+from graphaccel.compat.torch.fakes import FakeTensorMode
 from tests.capture.test_trace import rows
 from tests.support.zoo import ZOO
 
@@ -30,6 +34,14 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(torch.export.ExportedProgram, "run_decompositions", noting)
     return found
+
+
+@dataclass(frozen=True)
+class SimpleSignature:
+    """What is read of an exported program's signature."""
+
+    inputs_to_buffers: dict[str, str]
+    output_specs: tuple[Any, ...] = ()
 
 
 def told(module: Any) -> list[Any]:
@@ -184,6 +196,35 @@ def test_new_values_of_buffers_are_returned(
     targets = {str(n.target) for n in step.forward.graph.graph.nodes}
     without = inner is without_gradient or isinstance(inner, (Averaged, NormedByInstance))
     assert ("aten.detach.default" in targets) == without
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_batch_norm_is_the_same_ops_on_every_device(trained: bool) -> None:
+    """Also where torch has a GPU's own op, which no rule and no pass knows."""
+
+    def graph(device: str) -> list[Any]:
+        sizes = {"x": (4, 3, 5, 5), **dict.fromkeys(("weight", "bias", "mean", "var"), (3,))}
+        built = fx.Graph()
+        places = [built.placeholder(name) for name in sizes]
+        with FakeTensorMode():
+            for place, size in zip(places, sizes.values(), strict=True):
+                place.meta["val"] = torch.empty(size, device=device)
+        normed = built.call_function(
+            aten.batch_norm.default, (*places, trained, 0.1, 1e-5, device == "cuda")
+        )
+        built.output((normed,))
+        buffers = {name: name for name in ("mean", "var")}
+        signature = SimpleSignature(buffers)
+        program = SimpleNamespace(
+            graph_module=fx.GraphModule({}, built), graph_signature=signature, constants={}
+        )
+        own = decomposed(program)
+        assert [s.target for s in own.graph_signature.output_specs] == [*buffers] * trained
+        values = [pytree.tree_leaves(n.meta.get("val")) for n in own.graph_module.graph.nodes]
+        assert {v.device.type for of in values for v in of if v is not None} == {device}
+        return [(n.name, str(n.target), str(n.args)) for n in own.graph_module.graph.nodes]
+
+    assert graph("cuda") == graph("cpu")
 
 
 def test_an_own_op_of_the_user_is_left_to_torch(asked: list[str]) -> None:

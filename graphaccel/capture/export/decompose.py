@@ -175,14 +175,15 @@ def _batch_norm(
     training: bool,
     *settings: Any,
 ) -> torch.Tensor:
-    """`aten.batch_norm` by the ops whose schemas say that running statistics are written.
+    """`aten.batch_norm` by the ops whose schemas say that running statistics are written: those
+    which torch's own decomposition of `aten.native_batch_norm` says.
 
-    Raises NotTraced where it is not composed of `aten.native_batch_norm`, for which torch's own
-    decomposition says which ops these are.
+    On a GPU, too, where torch would call `aten.cudnn_batch_norm`, which no rule and no pass knows.
+    Raises NotTraced for a tensor without elements.
     """
     *momentum_and_eps, _ = settings
-    if x.device.type != "cpu" or x.numel() == 0:
-        raise NotTraced("a batch norm of another device")
+    if x.numel() == 0:
+        raise NotTraced("a batch norm of nothing")
     if mean is None and variance is None:
         return aten._native_batch_norm_legit.no_stats(x, weight, bias, training, *momentum_and_eps)[
             0
