@@ -21,7 +21,8 @@ import torch.distributed as dist
 from graphaccel.capture.batch import Batch
 from graphaccel.errors import BatchesDiffer, RankLost
 from graphaccel.runtime import digest
-from graphaccel.runtime.execution.lost_rank import first_line, is_connection
+from graphaccel.runtime.execution.failures import cause_of
+from graphaccel.runtime.execution.lost_rank import is_connection
 
 Optimizer = torch.optim.Optimizer
 
@@ -181,7 +182,7 @@ class Agreement:
             lost=f"rank {1 - rank}" if self._ranks == 2 else "another rank",
             last_action="the step before",
             waiting_for="the same call of all ranks",
-            cause=first_line(error),
+            cause=cause_of(error),
         )
 
 

@@ -29,3 +29,8 @@ def all_gather_flat(whole: torch.Tensor, part: torch.Tensor, **options: Any) -> 
     """`dist.all_gather_single`, under the name that torch before 2.13 has for it."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(whole, part, **options)
+
+
+def default_store() -> Any:
+    """The store of the default process group. Raises ValueError where there is none."""
+    return dist.distributed_c10d._get_default_store()

@@ -17,7 +17,8 @@ from graphaccel.ir.program import StageProgram, StepProgram, Value
 from graphaccel.runtime.bind import bind
 from graphaccel.runtime.cuda_graphs import ActionWork, Recorder, StepGraphs
 from graphaccel.runtime.execution.buckets import Buckets
-from graphaccel.runtime.execution.lost_rank import described, first_line, is_connection, module_of
+from graphaccel.runtime.execution.failures import Failures, cause_of
+from graphaccel.runtime.execution.lost_rank import described, is_connection, module_of
 from graphaccel.runtime.execution.messages import Messages, sent_values
 from graphaccel.runtime.execution.out_of_memory import is_out_of_memory, out_of_memory
 from graphaccel.runtime.execution.parts import Parts, part_of
@@ -70,6 +71,7 @@ class Executor:
             p.stage: p for p in program.stages if p.stage % mesh.pipeline == mesh.pipeline_index
         }
         self._messages = Messages(program, mesh, microbatches)
+        self._failures = Failures(mesh.rank, mesh.world)
         self._results = Results(program, mesh, held, microbatches, unsplit=unsplit)
         for stage in self._stages.values():
             for graph in stage.graphs:
@@ -97,6 +99,7 @@ class Executor:
         scale: of the loss, for fp16; gradients are returned unscaled.
         Raises RankLost (GA501) when another rank does not answer, DeviceOutOfMemory (GA502).
         """
+        self._failures.forget()
         state = self._begin(leaves)
         if scale is not None:
             graphs, factor = self.graphs, scale.factor
@@ -113,11 +116,14 @@ class Executor:
             if self.graphs is not None:
                 self.graphs.end()
             return result if scale is None else self._results.unscaled(result, scale)
-        except RuntimeError as error:
-            if is_out_of_memory(error):
+        except Exception as error:
+            memory = isinstance(error, RuntimeError) and is_out_of_memory(error)
+            if not memory and self._mesh.world > 1 and isinstance(error, RuntimeError):
+                if is_connection(error):
+                    raise self._rank_lost(done, current, error) from error
+            self._failures.publish(error)
+            if memory:
                 raise out_of_memory(current, self._mesh.device) from error
-            if self._mesh.world > 1 and is_connection(error):
-                raise self._rank_lost(done, current, error) from error
             raise
         finally:
             if generator is not None:
@@ -351,7 +357,7 @@ class Executor:
             lost=self._mesh.other or lost,
             last_action=described(done) if done is not None else "the step before",
             waiting_for=waiting,
-            cause=first_line(error),
+            cause=cause_of(error),
             module=module_of(error, [g for p in self._stages.values() for g in p.graphs]),
         )
 

@@ -151,11 +151,14 @@ class ExternalLossExecutor(Executor):
         """Keep the generator's state after this call's seed was drawn, and name a lost rank in
         errors."""
         generator = torch.random.get_rng_state() if state.seed is not None else None
+        self._failures.forget()
         try:
             yield
-        except RuntimeError as error:
-            if self._mesh.world > 1 and is_connection(error):
+        except Exception as error:
+            several = self._mesh.world > 1 and isinstance(error, RuntimeError)
+            if several and is_connection(error):
                 raise self._rank_lost(None, action, error) from error
+            self._failures.publish(error)
             raise
         finally:
             if generator is not None:

@@ -280,3 +280,17 @@ def _beyond_a_table() -> None:
 
 def test_an_index_beyond_a_table_is_refused_on_every_rank(pool: Pool) -> None:
     pool.run(2, _beyond_a_table)
+
+
+def _raise_index() -> None:
+    torch.nn.functional.embedding(torch.tensor([7]), torch.zeros(5, 2))
+
+
+@pytest.mark.parametrize("pins", [PIPELINE, {"data": 2}], ids=["pipeline", "data"])
+def test_what_one_rank_raises_in_a_step_is_told_by_all(pool: Pool, pins: dict[str, Any]) -> None:
+    failures, seconds = _failures(pool, _raise_index, pins, 3, TIMEOUT)
+    assert failures[1].kind == "IndexError"
+    assert failures[0].kind == "RankLost"
+    reported = "  reported:          rank 1 raised IndexError: index out of range in self"
+    assert reported in failures[0].message.splitlines()
+    assert seconds < 40

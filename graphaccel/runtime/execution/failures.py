@@ -1,0 +1,52 @@
+"""Tells the other ranks what a rank raised in a step: they would see a lost connection alone.
+
+The first failure of a job is kept in the store of the process group, as a text, until the rank that
+raised it runs a step again (a script may catch the error).
+"""
+
+from __future__ import annotations
+
+from graphaccel.compat.torch.distributed import default_store
+from graphaccel.runtime.execution.lost_rank import first_line
+
+_KEY = "graphaccel/failed"
+_LONGEST = 300
+
+
+class Failures:
+    """What this rank raised, for the others. Every method is silent where the store is gone."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self._rank, self._ranks, self._published = rank, ranks, False
+
+    def publish(self, error: Exception) -> None:
+        """Keep what this rank raised, unless another rank failed before."""
+        if self._ranks == 1:
+            return
+        lines = str(error).strip().splitlines() or [""]
+        text = f"rank {self._rank} raised {type(error).__name__}: {lines[0]}"[:_LONGEST]
+        try:
+            kept = default_store().compare_set(_KEY, "", text)
+        except (RuntimeError, ValueError):
+            return
+        self._published = kept.decode() == text
+
+    def forget(self) -> None:
+        """Remove what this rank published: it goes on."""
+        if self._published:
+            self._published = False
+            try:
+                default_store().delete_key(_KEY)
+            except (RuntimeError, ValueError):
+                return
+
+
+def cause_of(error: RuntimeError) -> str:
+    """What another rank raised, where it is known, else the first line of the backend's error."""
+    try:
+        store = default_store()
+        if store.check([_KEY]):
+            return store.get(_KEY).decode()
+    except (RuntimeError, ValueError):  # the store went with its rank; there is no process group
+        pass
+    return first_line(error)
