@@ -101,6 +101,8 @@ class Life:
         """Wait for the launcher; its exit code."""
         code = self._process.wait(LIMIT_S)
         self._reader.join()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
         return code
 
     def stop(self) -> int:

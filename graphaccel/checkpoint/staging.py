@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import threading
+import os
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -13,41 +14,48 @@ from torch.distributed.tensor import DTensor
 from graphaccel.checkpoint.contents import local_memory, map_memory
 
 _THREADS = 4
-"""That copy within host memory."""
+"""At most, that copy within host memory: one core does not use a host's bandwidth."""
 
 
 class Staging:
-    """One rank's host copies, kept from save to save; pinned beside a GPU."""
+    """One rank's host copies, kept from save to save with the threads that fill them; pinned beside
+    a GPU."""
 
     def __init__(self) -> None:
         self._kept: dict[str, Tensor] = {}
         self._copies: list[tuple[Tensor, Tensor]] = []
-        self._reserving: threading.Thread | None = None
+        self._allocating: list[Future[None]] = []
+
+    @cached_property
+    def _threads(self) -> ThreadPoolExecutor:
+        count = min(_THREADS, os.cpu_count() or 1)
+        return ThreadPoolExecutor(count, thread_name_prefix="graphaccel-copy")
 
     @property
     def empty(self) -> bool:
         """Whether nothing is allocated yet."""
-        return self._reserving is None and not self._kept
+        return not self._allocating and not self._kept
 
     def reserve(self, tensors: Mapping[str, Tensor]) -> None:
         """Start to allocate the memory of the first copy in the background.
 
         Memory that a process never touched costs many times what the copy into it costs.
         """
-        memory = {n: local_memory(t) for n, t in tensors.items() if not isinstance(t, DTensor)}
-        kinds = {n: (t.shape, t.dtype, t.device.type == "cuda") for n, t in memory.items()}
 
-        def allocate() -> None:
-            for name, (shape, dtype, pinned) in kinds.items():
-                self._kept[name] = torch.zeros(shape, dtype=dtype, pin_memory=pinned)
+        def allocate(name: str, shape: torch.Size, dtype: torch.dtype, pinned: bool) -> None:
+            self._kept[name] = torch.zeros(shape, dtype=dtype, pin_memory=pinned)
 
-        self._reserving = threading.Thread(target=allocate, name="graphaccel-reserve")
-        self._reserving.start()
+        for name, tensor in tensors.items():
+            if not isinstance(tensor, DTensor):
+                held = local_memory(tensor)
+                kind = held.shape, held.dtype, held.device.type == "cuda"
+                self._allocating.append(self._threads.submit(allocate, name, *kind))
 
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors with their memory on this rank copied; valid when this returns."""
-        if self._reserving is not None:
-            self._reserving.join()
+        allocating, self._allocating = self._allocating, []
+        for started in allocating:
+            started.result()
         built = {}
         for name, tensor in tensors.items():
             if isinstance(tensor, DTensor):
@@ -56,8 +64,7 @@ class Staging:
                 built[name] = map_memory(tensor, lambda t, name=name: self._copied(name, t))
         self._kept = {name: kept for name, kept in self._kept.items() if name in built}
         copies, self._copies = self._copies, []
-        with ThreadPoolExecutor(_THREADS) as pool:  # one core does not use a host's bandwidth
-            list(pool.map(lambda pair: pair[0].copy_(pair[1]), copies))
+        list(self._threads.map(lambda pair: pair[0].copy_(pair[1]), copies))
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()
         return built
