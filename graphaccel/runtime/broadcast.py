@@ -11,6 +11,7 @@ import logging
 import pickle
 import random
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -20,14 +21,18 @@ from torch import nn
 
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.transport import packed, unpacked
-from graphaccel.errors import GraphMisuse
+from graphaccel.errors import GraphMisuse, RankLost
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.progress import progress
 from graphaccel.runtime import digest
 from graphaccel.runtime.deferred import share_record
+from graphaccel.runtime.execution.failures import cause_of
 from graphaccel.runtime.init_tape import Record
 
 log = logging.getLogger("graphaccel.runtime")
+
+_LONGEST = timedelta(days=7)
+"""That one rank captures and plans for all; its end closes the connections of the others."""
 
 
 def same_on_all_ranks(
@@ -136,21 +141,42 @@ def _share(
 
     known: this rank has it already. depends: digest of what it depends on. Does nothing where all
     ranks have it, or where they differ in what it depends on. A rank that receives nothing makes it
-    itself, and raises its own error if that fails.
+    itself, and raises its own error if that fails. However long it takes, the timeout does not
+    count: it is for ranks that do not answer. Raises RankLost (GA501) where the one that makes it
+    is gone.
     """
     said: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(said, (known, depends))
     if all(has for has, _ in said) or len({described for _, described in said}) > 1:
         return
     source = next((rank for rank, (has, _) in enumerate(said) if has), 0)
+    patient = dist.new_group(backend="gloo", timeout=_LONGEST)
     data: list[bytes | None] = [None]
-    try:
-        if dist.get_rank() == source:
+    if dist.get_rank() == source:
+        try:
             data[0] = make()
-    finally:  # the others wait, even if this rank raises
-        dist.broadcast_object_list(data, source)
+        finally:  # the others wait, even if this rank raises
+            dist.broadcast_object_list(data, source, group=patient)
+    else:
+        try:
+            dist.broadcast_object_list(data, source, group=patient)
+        except RuntimeError as error:
+            raise _lost(source, error) from error
+    dist.destroy_process_group(patient)
     if not known and dist.get_rank() != source and data[0] is not None:
         keep(data[0])
+
+
+def _lost(source: int, error: RuntimeError) -> RankLost:
+    """The error about the rank that captures and plans for all."""
+    return RankLost(
+        rank=dist.get_rank(),
+        stage=None,
+        lost=f"rank {source}",
+        last_action="comparing models and batches",
+        waiting_for=f"the capture and plan of rank {source}",
+        cause=cause_of(error),
+    )
 
 
 def depends_on(model: nn.Module, signature: object, loss: object) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
 
@@ -14,7 +17,7 @@ from graphaccel.compiler import captures
 from graphaccel.errors import GraphMisuse, TensorBranch
 from graphaccel.runtime import broadcast as share
 from tests.support.gpt import GPT
-from tests.support.pool import Pool
+from tests.support.pool import Pool, WorkerError
 
 pytestmark = pytest.mark.multiprocess
 
@@ -121,3 +124,36 @@ def test_weights_that_ranks_made_otherwise_are_those_of_rank_0(pool: Pool) -> No
 def test_weights_that_one_rank_writes_after_it_are_refused(pool: Pool) -> None:
     for error, _, _ in pool.run(2, _weights, True):
         assert error == WRITTEN
+
+
+def _patience(dies: bool) -> float:
+    """Seconds for which the other rank waits for a capture that fails, or whose process ends."""
+    seconds: list[float] = []
+    new_group = torch.distributed.new_group
+
+    def made(backend: str, timeout: timedelta) -> Any:
+        seconds.append(timeout.total_seconds())
+        return new_group(backend=backend, timeout=timeout)
+
+    def capture() -> Any:
+        if dies:
+            os._exit(1)
+        raise ValueError("the user's")
+
+    with patch.object(torch.distributed, "new_group", made), suppress(ValueError):
+        share.share_capture(False, "same", capture, lambda step: None)
+    return seconds[0]
+
+
+def test_a_long_capture_is_waited_for(pool: Pool) -> None:
+    """However short the timeout of the run is: that is for ranks that do not answer."""
+    assert min(pool.run(2, _patience, False)) > 24 * 3600
+
+
+def test_a_rank_that_dies_in_its_capture_is_named(pool: Pool) -> None:
+    with pytest.raises(WorkerError) as caught:
+        pool.run(2, _patience, True)
+    failures = caught.value.failures
+    assert failures[0].kind == "died"
+    assert failures[1].kind == "RankLost"
+    assert failures[1].message.splitlines()[0] == "error[GA501]: rank 1 lost rank 0"
