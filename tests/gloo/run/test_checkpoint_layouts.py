@@ -91,7 +91,7 @@ def _planned(world: int, pins: Mapping[str, Any]) -> tuple[nn.Module, torch.opti
     return model, optimizer
 
 
-def _full(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Parameters and the optimizer state of this rank's parameters, in full."""
     full = {f"model.{k}": v for k, v in graphaccel.full_state_dict(model).items()}
     names = [n for n, p in model.named_parameters()]
@@ -114,7 +114,7 @@ def _save(world: int, pins: Mapping[str, Any], folder: str) -> tuple[dict[str, T
         optimizer.step()
         optimizer.zero_grad()
     graphaccel.save(folder, model, optimizer, step=3)
-    full = _full(model, optimizer)
+    full = full_state(model, optimizer)
     return full, model(**tokens(seed=9)).item()
 
 
@@ -122,7 +122,7 @@ def _save(world: int, pins: Mapping[str, Any], folder: str) -> tuple[dict[str, T
 def _load(world: int, pins: Mapping[str, Any], folder: str) -> tuple[dict[str, Tensor], float]:
     model, optimizer = _planned(world, pins)
     assert graphaccel.load(folder, model, optimizer).step == 3
-    full = _full(model, optimizer)
+    full = full_state(model, optimizer)
     return full, model(**tokens(seed=9)).item()
 
 
@@ -130,7 +130,7 @@ def _load_plain(folder: str) -> tuple[dict[str, Tensor], float]:
     model = gpt(4)
     optimizer = torch.optim.AdamW(groups(model), lr=1e-2)
     assert graphaccel.load(folder, model, optimizer).step == 3
-    return _full(model, optimizer), model(**tokens(seed=9)).item()
+    return full_state(model, optimizer), model(**tokens(seed=9)).item()
 
 
 @pytest.mark.parametrize(("saved", "loaded"), WAYS)
