@@ -15,7 +15,14 @@ from graphaccel import errors
 from graphaccel.errors import GraphAccelError
 
 if TYPE_CHECKING:
-    from graphaccel.api import full_state_dict, optimize, plan
+    from graphaccel.api import (
+        fewest_devices,
+        fits,
+        full_state_dict,
+        largest_batch,
+        optimize,
+        plan,
+    )
     from graphaccel.checkpoint.export import export
     from graphaccel.checkpoint.load import load
     from graphaccel.checkpoint.save import save
@@ -31,8 +38,11 @@ _PUBLIC = {
     "T": "graphaccel.kernels.fusion",
     "deferred": "graphaccel.runtime.deferred",
     "export": "graphaccel.checkpoint.export",
+    "fewest_devices": "graphaccel.api",
+    "fits": "graphaccel.api",
     "full_state_dict": "graphaccel.api",
     "fusion": "graphaccel.kernels.fusion",
+    "largest_batch": "graphaccel.api",
     "load": "graphaccel.checkpoint.load",
     "optimize": "graphaccel.api",
     "plan": "graphaccel.api",
@@ -43,8 +53,8 @@ _PUBLIC = {
 }
 __all__ = [
     "GraphAccelError", "Scalar", "T", "__version__", "deferred", "errors", "export",
-    "full_state_dict", "fusion", "load", "optimize", "plan", "replicate", "save", "shard",
-    "sharding_rule",
+    "fewest_devices", "fits", "full_state_dict", "fusion", "largest_batch", "load", "optimize",
+    "plan", "replicate", "save", "shard", "sharding_rule",
 ]  # fmt: skip
 
 

@@ -34,6 +34,9 @@ from graphaccel.arguments import (
 from graphaccel.capture.batch import flatten_call
 from graphaccel.capture.batch_dims import BatchDims, check_batch_dims
 from graphaccel.capture.export.export import LossFn, split_targets
+from graphaccel.compiler.capacity import Fit, fit_of
+from graphaccel.compiler.capacity import fewest_devices as fewest
+from graphaccel.compiler.capacity import largest_batch as largest
 from graphaccel.compiler.compiler import Compiler
 from graphaccel.compiler.device_move import on_device
 from graphaccel.compiler.model import as_batch, check_supported, model_of
@@ -211,16 +214,95 @@ def plan(
 
     Raises InfeasiblePlan (GA201), which says what would make a plan fit.
     """
+    where = _hardware(devices, device, memory, cluster)
+    compiler = _planner(model, example_batch, where, loss_fn, optimizer, batch_dims, pins)
+    return compiler.choose(as_batch(example_batch)).plan
+
+
+def fits(
+    model: nn.Module,
+    example_batch: Any,
+    *,
+    devices: int,
+    device: str = "cpu",
+    memory: int | None = None,
+    loss_fn: LossFn | None = None,
+    optimizer: Optimizer | None = None,
+    cluster: Cluster | None = None,
+    batch_dims: BatchDims = None,
+    **pins: Unpack[PinArguments],
+) -> Fit:
+    """Whether a training step fits `devices`, which need not exist: the chosen plan, and the bytes
+    that the fullest device needs at least, probably and at most. True as a condition where a plan
+    is safe. Arguments, and errors but InfeasiblePlan (GA201): as for `plan`."""
+    where = _hardware(devices, device, memory, cluster)
+    compiler = _planner(model, example_batch, where, loss_fn, optimizer, batch_dims, pins)
+    return fit_of(compiler, as_batch(example_batch))
+
+
+def fewest_devices(
+    model: nn.Module,
+    example_batch: Any,
+    *,
+    most: int,
+    device: str = "cpu",
+    memory: int | None = None,
+    loss_fn: LossFn | None = None,
+    optimizer: Optimizer | None = None,
+    batch_dims: BatchDims = None,
+    **pins: Unpack[PinArguments],
+) -> int | None:
+    """The fewest devices on which a plan is safe, of 1, 2, 4, ... up to `most`; None for none.
+    Other arguments, and errors but InfeasiblePlan (GA201): as for `plan`."""
+    where = _hardware(most, device, memory, None)
+    compiler = _planner(model, example_batch, where, loss_fn, optimizer, batch_dims, pins)
+    batch = as_batch(example_batch)
+    return fewest(compiler, batch, most, lambda n: _hardware(n, device, memory, None))
+
+
+def largest_batch(
+    model: nn.Module,
+    example_batch: Any,
+    *,
+    devices: int,
+    device: str = "cpu",
+    memory: int | None = None,
+    loss_fn: LossFn | None = None,
+    optimizer: Optimizer | None = None,
+    cluster: Cluster | None = None,
+    batch_dims: BatchDims = None,
+    **pins: Unpack[PinArguments],
+) -> int | None:
+    """The largest global batch with a safe plan, a multiple of `devices`, to within 1/16; None
+    where one row for each device is too many. Without pinned `microbatches` there is one: a batch
+    that is cut into more of them has no limit. Other arguments, and errors: as for `plan`."""
+    where = _hardware(devices, device, memory, cluster)
+    compiler = _planner(model, example_batch, where, loss_fn, optimizer, batch_dims, pins)
+    return largest(compiler, as_batch(example_batch))
+
+
+def _hardware(devices: int, device: str, memory: int | None, cluster: Cluster | None) -> Cluster:
     check_whole(devices)
+    return cluster or named_cluster(str(device), devices, memory)
+
+
+def _planner(
+    model: nn.Module,
+    example_batch: Any,
+    cluster: Cluster,
+    loss_fn: LossFn | None,
+    optimizer: Optimizer | None,
+    batch_dims: BatchDims,
+    pins: PinArguments,
+) -> Compiler:
+    """What plans a model without running it."""
     decided = with_checkpointing(model, pins)
     check_job(model, optimizer, decided, loss_fn)
     check_settings(cluster, 1, example_batch)
     check_batch_dims(batch_dims)
-    where = cluster or named_cluster(str(device), devices, memory)
     check_supported(model)
-    what = model_of(model, loss_fn, optimizer, where.device.type, batch_dims=batch_dims)
-    compiler = Compiler(what, where, decided)
-    return compiler.choose(as_batch(example_batch)).plan
+    what = model_of(model, loss_fn, optimizer, cluster.device.type, batch_dims=batch_dims)
+    return Compiler(what, cluster, decided)
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:

@@ -18,13 +18,21 @@ from typing import Any, TypeAlias
 from graphaccel import __version__
 from graphaccel.cli.pin_options import add_pins, pin_pairs, pins_of
 from graphaccel.cli.train import add_train
+from graphaccel.cli.values import (
+    code_or_target,
+    machines,
+    output_file,
+    price,
+    sweep_sizes,
+    target,
+    whole_number,
+)
 from graphaccel.errors import (
     BadCluster,
     BatchNotDivisible,
     GraphAccelError,
     InfeasiblePlan,
     UnknownDevice,
-    error_classes,
 )
 from graphaccel.planner.plan.option_values import byte_count, positive
 
@@ -90,7 +98,7 @@ def build_parser() -> argparse.ArgumentParser:
         "and why its ops run where they run; or the passes in their order",
     )
     explain.add_argument(
-        "subject", metavar="CODE|FILE:FUNCTION|PLAN.json|passes", type=_code_or_target,
+        "subject", metavar="CODE|FILE:FUNCTION|PLAN.json|passes", type=code_or_target,
         help="e.g. GA201",
     )  # fmt: skip
     explain.add_argument("--rules", action="store_true", help="the sharding rule of every op")
@@ -109,7 +117,7 @@ def _add_plan(commands: Commands) -> None:
     plan.add_argument(
         "target",
         metavar="FILE[:FUNCTION]",
-        type=_target,
+        type=target,
         nargs="?",
         help="FUNCTION() returns (model, example_batch[, loss_fn[, optimizer[, batch_dims]]]); "
         "without it FILE "
@@ -130,12 +138,15 @@ def _add_plan(commands: Commands) -> None:
 def _add_outputs(plan: argparse.ArgumentParser) -> None:
     """The options of `plan` that say what to show or save."""
     out = plan.add_argument_group("what to show")
-    out.add_argument("--json", type=_output, metavar="FILE", help="save the plan")
+    out.add_argument("--json", type=output_file, metavar="FILE", help="save the plan")
     out.add_argument(
-        "--save-cluster", type=_output, metavar="FILE", help="what was planned for, for --cluster"
+        "--save-cluster",
+        type=output_file,
+        metavar="FILE",
+        help="what was planned for, for --cluster",
     )
-    out.add_argument("--html", type=_output, metavar="FILE", help="save the report as one page")
-    out.add_argument("--trace", type=_output, metavar="FILE", help="save the step for Perfetto")
+    out.add_argument("--html", type=output_file, metavar="FILE", help="save the report as one page")
+    out.add_argument("--trace", type=output_file, metavar="FILE", help="save the step for Perfetto")
     out.add_argument("--format", choices=("text", "json"), default="text", help="of the report")
     out.add_argument(
         "--check",
@@ -160,7 +171,7 @@ def _add_outputs(plan: argparse.ArgumentParser) -> None:
     )
     out.add_argument(
         "--refine",
-        type=_output,
+        type=output_file,
         metavar="FILE",
         help="with --measure: put what the step took into a cluster file, by which later plans "
         "with --cluster FILE are predicted",
@@ -169,6 +180,15 @@ def _add_outputs(plan: argparse.ArgumentParser) -> None:
         "--export",
         choices=("torchtitan", "megatron", "deepspeed", "accelerate"),
         help="print the plan as the configuration of that system, and nothing else",
+    )
+    out.add_argument(
+        "--sweep",
+        type=sweep_sizes,
+        metavar="AXIS=SIZES",
+        help="a table of plans instead of one: devices=8,16,32, batch=... or sequence=...",
+    )
+    out.add_argument(
+        "--price", type=price, metavar="X", help="with --sweep: of one device for an hour"
     )
     out.add_argument(
         "--compare", nargs=2, type=Path, metavar="FILE", help="two saved plans instead of a model"
@@ -219,7 +239,7 @@ def _add_calibrate(commands: Commands) -> None:
         description="Measure how long a model's ops take here, on N processes at once, and the "
         "messages between them; or its regions in torch and in ONNX Runtime, side by side.",
     )
-    calibrate.add_argument("target", metavar="FILE[:FUNCTION]", type=_target, help="as for plan")
+    calibrate.add_argument("target", metavar="FILE[:FUNCTION]", type=target, help="as for plan")
     calibrate.add_argument(
         "--ort",
         dest="regions",
@@ -229,7 +249,7 @@ def _add_calibrate(commands: Commands) -> None:
     calibrate.add_argument("--devices", type=positive, default=1, metavar="N", help="of the plan")
     calibrate.add_argument("--threads", type=positive, metavar="N", help="of each process")
     calibrate.add_argument("--cluster", type=Path, metavar="FILE", help="add to what is in it")
-    calibrate.add_argument("--output", type=_output, required=True, metavar="FILE")
+    calibrate.add_argument("--output", type=output_file, required=True, metavar="FILE")
     add_pins(calibrate, without=("ort",))
     calibrate.set_defaults(run_command=_calibrate, device=None, memory=None, batch=None, ort=None)
 
@@ -248,7 +268,7 @@ def _add_run(commands: Commands) -> None:
     )
     run.add_argument("--all-output", action="store_true", help="show what every rank prints")
     run.add_argument(
-        "--max-restarts", type=_count, metavar="N", help="start all ranks anew when one fails"
+        "--max-restarts", type=whole_number, metavar="N", help="start all ranks anew when one fails"
     )
     run.add_argument(
         "--checkpoint",
@@ -258,8 +278,8 @@ def _add_run(commands: Commands) -> None:
     )
     run.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module's name")
     nodes = run.add_argument_group("several machines", "as in torchrun; start it on each")
-    nodes.add_argument("--nnodes", type=_machines, metavar="N", help="or LEAST:MOST")
-    nodes.add_argument("--node-rank", type=_count, metavar="I", help="from 0")
+    nodes.add_argument("--nnodes", type=machines, metavar="N", help="or LEAST:MOST")
+    nodes.add_argument("--node-rank", type=whole_number, metavar="I", help="from 0")
     nodes.add_argument("--rdzv-endpoint", metavar="HOST:PORT")
     nodes.add_argument("--rdzv-backend", metavar="NAME")
     nodes.add_argument("--rdzv-id", metavar="NAME")
@@ -281,7 +301,7 @@ def _add_fusion(commands: Commands) -> None:
     check.set_defaults(task="check")
     bench = tasks.add_parser("bench", help="time fusions against eager and against a copy")
     bench.add_argument("names", nargs="+", metavar="NAME|FILE.py", help="or `all`")
-    bench.add_argument("--json", type=_output, metavar="FILE", help="save the figures")
+    bench.add_argument("--json", type=output_file, metavar="FILE", help="save the figures")
     bench.set_defaults(task="bench")
     fusion.set_defaults(run_command=_fusion)
 
@@ -305,61 +325,10 @@ def torchrun_flags(arguments: argparse.Namespace) -> list[str]:
     return [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
 
 
-def _count(text: str) -> int:
-    """A whole number from 0."""
-    if not (text.isascii() and text.isdigit()):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0")
-    return int(text)
-
-
-def _machines(text: str) -> str:
-    """A number of machines, or the least and the most."""
-    ends = text.split(":")
-    numbers = [int(end) if end.isascii() and end.isdigit() else 0 for end in ends]
-    if len(ends) > 2 or min(numbers) < 1 or numbers[0] > numbers[-1]:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor LEAST:MOST")
-    return text
-
-
-def _output(text: str) -> Path:
-    """A writable file; checked before anything is searched or measured for it."""
-    path = Path(text)
-    reason = ""
-    if path.is_dir():
-        reason = "is a folder"
-    elif not path.parent.is_dir():
-        reason = f"can not be written: there is no folder {str(path.parent)!r}"
-    elif not os.access(path if path.exists() else path.parent, os.W_OK):
-        reason = "can not be written"
-    if reason:
-        raise argparse.ArgumentTypeError(f"{text!r} {reason}")
-    return path
-
-
-def _target(text: str) -> tuple[Path, str | None]:
-    """("model.py", "make_job") of "model.py:make_job"; the function is None without a colon."""
-    file, colon, function = text.rpartition(":")
-    path, name = (Path(file), function) if colon and function.isidentifier() else (Path(text), None)
-    if not path.is_file():
-        raise argparse.ArgumentTypeError(f"there is no file {str(path)!r}")
-    return path, name
-
-
-def _code_or_target(text: str) -> str | tuple[Path, str | None]:
-    """An error code, or a file (and function) that returns a model."""
-    return _target(text) if ".py" in text else _code(text)
-
-
-def _code(text: str) -> str:
-    if (text.endswith(".json") and Path(text).is_file()) or text == "passes":
-        return text
-    if text.upper() not in error_classes():
-        known = ", ".join(error_classes())
-        raise argparse.ArgumentTypeError(f"there is no error {text!r}; there are {known}")
-    return text.upper()
-
-
 def _plan(arguments: argparse.Namespace) -> int:
+    swept = arguments.sweep is not None and arguments.sweep[0] == "devices"
+    if swept and arguments.devices is None:  # the most, for what is captured once for all
+        arguments.devices = max(arguments.sweep[1])
     if arguments.compare is None and (arguments.target is None or arguments.devices is None):
         arguments.usage_error("FILE[:FUNCTION] and --devices N are needed, or --compare FILE FILE")
     if arguments.cluster is not None and (arguments.device, arguments.memory) != (None, None):
@@ -369,6 +338,10 @@ def _plan(arguments: argparse.Namespace) -> int:
         arguments.usage_error("--refine FILE is told what --measure STEPS finds: give both")
     if refined is not None and refined.exists() and arguments.cluster != refined:
         arguments.usage_error(f"{refined} exists: add to it with --cluster {refined}")
+    if arguments.sweep is not None:
+        _check_sweep(arguments)
+    elif arguments.price is not None:
+        arguments.usage_error("--price is for the table of --sweep AXIS=SIZES: give both")
     if arguments.export is not None:
         beside = {
             "--format json": arguments.format == "json",
@@ -381,6 +354,16 @@ def _plan(arguments: argparse.Namespace) -> int:
     from graphaccel.cli.plan import plan_command
 
     return plan_command(arguments)
+
+
+def _check_sweep(arguments: argparse.Namespace) -> None:
+    """Refuse what is of one plan."""
+    for option in ("json", "trace", "export", "measure", "compare", "explain", "why_not"):
+        if getattr(arguments, option):
+            flag = option.replace("_", "-")
+            arguments.usage_error(f"--sweep prints several plans: leave --{flag} out")
+    if arguments.sweep[0] == "batch" and arguments.batch is not None:
+        arguments.usage_error("--sweep batch=... says the batch sizes: leave --batch out")
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:

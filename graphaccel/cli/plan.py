@@ -18,6 +18,7 @@ from graphaccel.cli.jobs import Job, find_job
 from graphaccel.cli.measure import check_here, measure
 from graphaccel.cli.output import writing
 from graphaccel.cli.pin_options import pins_of
+from graphaccel.cli.sweep import sweep_command
 from graphaccel.compiler.compiler import Compiler
 from graphaccel.compiler.model import check_supported, model_of
 from graphaccel.compiler.program_memory import ProgramMemory
@@ -77,6 +78,8 @@ def plan_command(args: argparse.Namespace) -> int:
     compiler = Compiler(model, where, pins)
     if args.batch is not None:
         job = replace(job, batch=compiler.of_size(job.batch, args.batch))
+    if args.sweep is not None:
+        return sweep_command(args, job, compiler, lambda count: chosen_cluster(args, count))
     if args.check:
         step, sizes = compiler.capture(job.batch)
         prove(pair_of(job.model, job.loss_fn, step, job.batch, sizes))
@@ -353,14 +356,16 @@ def _read(file: Path) -> Plan:
     return plan
 
 
-def chosen_cluster(args: argparse.Namespace) -> Cluster:
-    """The cluster from a file, the devices that were named, or this machine."""
+def chosen_cluster(args: argparse.Namespace, devices: int | None = None) -> Cluster:
+    """The cluster from a file, the devices that were named, or this machine. devices: in place of
+    `args.devices`."""
+    count = devices or args.devices
     if args.cluster is not None:
-        return read_cluster(args.cluster, args.devices)
+        return read_cluster(args.cluster, count)
     if args.device is not None:
-        return named_cluster(args.device, args.devices, args.memory)
+        return named_cluster(args.device, count, args.memory)
     kind = "cuda" if torch.cuda.is_available() else "cpu"
-    here = cluster_here(args.devices, torch.device(kind))
+    here = cluster_here(count, torch.device(kind))
     if args.memory is None:
         return here
     return replace(here, device=replace(here.device, memory=args.memory))

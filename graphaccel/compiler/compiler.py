@@ -96,6 +96,14 @@ class Compiler:
         other.captures = self.captures
         return other
 
+    def on(self, cluster: Cluster) -> Compiler:
+        """A compiler for other hardware. It shares the captures, unless only one of the two looks
+        for a batch dim by which the step can be split."""
+        other = Compiler(self.model, cluster, self.pins)
+        if (other.captures.splits is None) == (self.captures.splits is None):
+            other.captures = self.captures
+        return other
+
     def capture(self, batch: Batch) -> tuple[StepGraph, dict]:
         """The training step for a batch, and the values of its symbolic sizes for that batch."""
         return self.captures.of(batch)
