@@ -210,7 +210,8 @@ def fullest_memory(
 
 
 def run_routes(graph: fx.GraphModule, values: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-    """Interpret call by call: values are freed after their last use, and no code is generated."""
+    """The routes that tokens take, interpreted call by call: values are freed after their last
+    use, and no code is generated."""
     return fx.Interpreter(graph).run(*values)
 
 
