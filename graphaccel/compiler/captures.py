@@ -23,6 +23,7 @@ from graphaccel.capture.batch import (
 from graphaccel.capture.batch_dims import given_dims
 from graphaccel.capture.export.export import export_forward
 from graphaccel.capture.export.weights import layout_of
+from graphaccel.capture.state.caches import caches_of, forget_traced
 from graphaccel.capture.state.carried import Path
 from graphaccel.capture.state.numbers import same_but_numbers
 from graphaccel.capture.state.observe import Observed, observe
@@ -252,6 +253,8 @@ class Captures:
                 yield
         finally:
             self.capturing = False
+            if self._skeleton is not None:
+                forget_traced(caches_of(self._skeleton))
 
     def _guarded(
         self,

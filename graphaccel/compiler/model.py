@@ -14,8 +14,9 @@ from torch.nn.parameter import is_lazy
 from graphaccel.capture.batch import Batch, as_call, flatten_call
 from graphaccel.capture.batch_dims import BatchDims
 from graphaccel.capture.export.export import LossFn
+from graphaccel.capture.state.caches import restore_buffers
 from graphaccel.capture.state.closures import copied, held_by_module, memory_of
-from graphaccel.compat.torch.fakes import FakeTensorMode
+from graphaccel.compat.torch.fakes import FakeTensor, FakeTensorMode
 from graphaccel.compiler.probe_optimizer import optimizer_memory_of, tried_step
 from graphaccel.errors import Unsupported
 from graphaccel.guards.places import STRUCTURE
@@ -214,6 +215,9 @@ def follow_attributes(result: nn.Module, module: nn.Module) -> None:
     copies = dict(result.named_modules())
     originals = {name: m for name, m in module.named_modules() if name in copies}
     known: dict[int, Any] = {id(m): copies[name] for name, m in originals.items()}
+    mode = next(p.fake_mode for p in result.parameters() if isinstance(p, FakeTensor))
+    for name, m in originals.items():
+        _follow_buffers(copies[name], m, mode)
     fakes = dict(_tensors(result))
     memory: dict[int, torch.Tensor] = {}
     for name, tensor in _tensors(module):
@@ -230,6 +234,21 @@ def follow_attributes(result: nn.Module, module: nn.Module) -> None:
         for gone in [k for k in state if k not in _STRUCTURE and k not in values]:
             del state[gone]
         state.update(values)
+
+
+def _follow_buffers(copy: nn.Module, original: nn.Module, mode: FakeTensorMode) -> None:
+    """Let the buffers of a copy of `without_data` be those that its original has now."""
+    buffers: dict[str, torch.Tensor | None] = {}
+    for name, buffer in original._buffers.items():
+        own = copy._buffers.get(name)
+        if buffer is None:
+            buffers[name] = None
+        elif own is not None and (own.shape, own.dtype) == (buffer.shape, buffer.dtype):
+            buffers[name] = own
+        else:
+            buffers[name] = _fake(buffer.detach(), mode)
+    restore_buffers(copy, buffers)
+    copy._non_persistent_buffers_set |= original._non_persistent_buffers_set
 
 
 _STRUCTURE = STRUCTURE | {RECORD}

@@ -5,6 +5,7 @@ A check compares the object at each place by identity, and its contents only whe
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_not
@@ -133,7 +134,7 @@ class _Last:
         self.tokens = [(place, place.token) for place in self.tensors]
         self.dicts: list[tuple[Any, Any, Any]] = []
         self.sizes: list[tuple[Any, int]] = []
-        self.lists: list[tuple[list[Any], tuple[Any, ...]]] = []
+        self.lists: list[tuple[Sequence[Any], tuple[Any, ...]]] = []
         self.others: list[tuple[Place, Any]] = []
         self.versions: list[tuple[torch.Tensor, int]] = []
         self.arrays: list[tuple[np.ndarray, np.ndarray]] = []
@@ -150,7 +151,7 @@ class _Last:
             if id(value) in seen:
                 continue
             seen.add(id(value))
-            if isinstance(value, list) and id(value) not in partial:
+            if isinstance(value, (list, deque)) and id(value) not in partial:
                 self.lists.append((value, tuple(value)))
             elif isinstance(value, dict):
                 self.sizes.append((value, len(value)))

@@ -10,6 +10,7 @@ import enum
 import functools
 import math
 import sys
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
@@ -100,7 +101,7 @@ def token_of(value: Any) -> Any:
         return value
     if isinstance(value, dict):
         return kind_of(kind), tuple(map(_key, value))
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, deque)):
         return kind_of(kind), len(value)
     if isinstance(value, (set, frozenset)):
         return kind_of(kind), frozenset(map(_key, value))
@@ -143,7 +144,7 @@ def objects_of(model: nn.Module, *others: Any) -> set[type]:
         seen.add(id(value))
         if isinstance(value, dict):
             stack += [(v, depth + 1) for v in value.values()]
-        elif isinstance(value, (list, tuple)):
+        elif isinstance(value, (list, tuple, deque)):
             stack += [(v, depth + 1) for v in value]
         elif _is_object(value):
             results.add(type(value))
@@ -205,6 +206,10 @@ class _Walk:
         names = self._reads.of(type(module))
         for child, inner in module._modules.items():
             self._keep(Place(f"{start}{child}", module._modules, child, "dict", inner))
+        for name in [n for n, buffer in module._buffers.items() if buffer is None]:
+            self._keep(Place(f"{start}{name}", module._buffers, name, "dict", None))
+        if path:  # of the model itself, what is called is graphaccel's
+            self._method(f"{start}forward", type(module), own, "forward", names.get("forward"))
         for name in own if "__dict__" in names else names:
             if name in STRUCTURE or hasattr(nn.Module, name):
                 continue
@@ -221,6 +226,9 @@ class _Walk:
         for cls in type(holder).__mro__:
             if name in vars(cls):
                 value = vars(cls)[name]
+                if isinstance(value, FunctionType):
+                    self._method(text, type(holder), own, name, line)
+                    return
                 if cls.__module__.split(".")[0] not in _OPAQUE and not hasattr(value, "__get__"):
                     gone = Place(f"{text} of the instance", own, name, "dict", MISSING, line)
                     self._keep(gone)
@@ -230,6 +238,18 @@ class _Walk:
         if (id(own), name) not in self._done:
             self._done.add((id(own), name))
             self._keep(Place(text, own, name, "dict", MISSING, line, shared))
+
+    def _method(self, text: str, kind: type, own: Any, name: str, line: Read) -> None:
+        """A method, which may be replaced on the instance, and on a class that is not torch's."""
+        self._keep(
+            Place(f"{text} of the instance", own, name, "dict", own.get(name, MISSING), line)
+        )
+        cls = next((c for c in kind.__mro__ if name in vars(c)), None)
+        if cls is not None and cls.__module__.split(".")[0] not in _OPAQUE:
+            module, defined = kind_of(cls)
+            key, methods = _ClassKey(cls, name), vars(cls)
+            place = Place(f"{module}.{defined}.{name}", methods, key, "dict", methods[name], line)
+            self._keep(place)
 
     def scope(self, scope: Scope) -> None:
         """Places of the globals, closures and defaults of a function that ran."""
@@ -304,8 +324,8 @@ class _Walk:
         elif isinstance(value, dict):
             for k, v in value.items():
                 inside(f"{text}[{k!r}]", value, k, "dict", v)
-        elif isinstance(value, (list, tuple)):
-            way = "item" if isinstance(value, list) else "fixed"
+        elif isinstance(value, (list, tuple, deque)):
+            way = "fixed" if isinstance(value, tuple) else "item"
             for i, v in enumerate(value):
                 inside(f"{text}[{i}]", value, i, way, v)
         elif isinstance(value, functools.partial):
@@ -393,6 +413,6 @@ def _is_plain(value: Any, depth: int = 0) -> bool:
         return False
     if isinstance(value, dict):
         return all(_is_plain(v, depth + 1) for v in value.values())
-    if isinstance(value, (list, tuple, set, frozenset)):
+    if isinstance(value, (list, tuple, deque, set, frozenset)):
         return all(_is_plain(v, depth + 1) for v in value)
     return False

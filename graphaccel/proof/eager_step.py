@@ -143,7 +143,9 @@ def _changed(
     """New values of buffers, and of parameters that the forward wrote, by name."""
     collected: dict[str, Tensor] = {}
     for name, buffer in model.named_buffers():
-        if name not in before or buffer is not before[name][0]:
+        if name not in before or buffer.shape != before[name][1].shape:
+            continue  # made by the forward itself, as a table at its first use
+        if buffer is not before[name][0]:
             collected[name] = buffer.detach().clone()
         elif not torch.equal(buffer, before[name][1]):
             collected[name] = buffer.detach().clone()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from threading import Lock
 from types import MethodType
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import graphaccel
 from graphaccel.capture.layers.runs import find_runs
 from graphaccel.capture.state.closures import copied, read_attribute
 from graphaccel.compiler.model import without_data
@@ -148,3 +150,43 @@ def test_what_a_model_holds_otherwise() -> None:
     assert sorted(step.forward.attributes.values()) == ["teacher.0.bias", "teacher.0.weight"]
     model = Held()
     assert read_attribute(model, "teacher.0.bias") is model.teacher[0].bias
+
+
+class Answers(dict):
+    """A configuration that answers every name, those that `copy.deepcopy` asks for as well."""
+
+    __getattr__ = dict.__getitem__
+
+
+class Uncopied(nn.Module):
+    """Holds what cannot be copied; calls come in a form of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.config, self.lock = nn.Linear(WIDTH, 1), Answers(scale=2.0), Lock()
+
+    def __call__(self, *batch: Tensor) -> Tensor:
+        return 3.0 * super().__call__(batch[0] + 1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.lock:
+            return self.config.scale * self.layer(x).square().mean()
+
+
+def test_what_cannot_be_copied_and_a_call_of_its_own() -> None:
+    torch.manual_seed(0)
+    plain, ours = Uncopied().double(), Uncopied().double()
+    ours.load_state_dict(plain.state_dict())
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, ours)]
+    graphaccel.optimize(ours, optimizers[1], devices=1)
+    for number in range(3):
+        x, losses = torch.randn(4, WIDTH).double(), []
+        for model, optimizer in zip((plain, ours), optimizers, strict=True):
+            model.config["scale"] = 2.0 + number
+            optimizer.zero_grad()
+            losses.append(model(x))
+            losses[-1].backward()
+            optimizer.step()
+        assert (losses[0] - losses[1]).abs() <= 1e-12
+    for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
+        assert (a - b).abs().max() <= 1e-12

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,16 @@ class Base:
 
     gain = 1.0
 
+    def twice(self, h: Tensor) -> Tensor:
+        return 2 * h
+
+
+class Own(nn.Module):
+    """A submodule of the script's; `forward(h)` → h."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h
+
 
 class Net(nn.Module, Base):
     """`forward(x)` → loss; `use(self, h)` reads the state."""
@@ -39,6 +50,7 @@ class Net(nn.Module, Base):
         self.table, self.tables = torch.ones(4), [torch.ones(4)]
         self.config = SimpleNamespace(scale=1.0, unread=0)
         self.settings, self.sizes = {"scale": 1.0}, [1.0, 2.0]
+        self.recent, self.own = deque([1.0, 2.0], maxlen=2), Own()
         self.scale_0, self.part = 1.0, functools.partial(torch.mul, other=2.0)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -95,6 +107,11 @@ USES: dict[str, tuple[Callable[[Any, Tensor], Any], Callable[[Any], Callable[[],
     ),
     "a dict": (lambda s, h: h * s.settings["scale"], lambda s: put(s.settings, "scale", 2.0)),
     "a list": (lambda s, h: h * sum(s.sizes), lambda s: put(s.sizes, 1, 3.0)),
+    "a deque": (lambda s, h: h * sum(s.recent), lambda s: lambda: s.recent.append(3.0)),
+    "a method": (lambda s, h: s.twice(h), lambda s: put(s, "twice", lambda h: 3 * h)),
+    "a method of its class": (lambda s, h: s.twice(h), lambda s: put(Base, "twice", torch.neg)),
+    "a submodule's forward": (lambda s, h: s.drop(h), lambda s: put(s.drop, "forward", torch.neg)),
+    "its class's forward": (lambda s, h: s.own(h), lambda s: put(Own, "forward", lambda _, h: -h)),
     "a longer list": (lambda s, h: h * sum(s.sizes), lambda s: lambda: s.sizes.append(1.0)),
     "a tensor in place": (lambda s, h: h * s.table, lambda s: lambda: s.table.fill_(2.0)),
     "a tensor": (lambda s, h: h * s.table, lambda s: put(s, "table", torch.zeros(4))),
@@ -117,6 +134,8 @@ USES: dict[str, tuple[Callable[[Any, Tensor], Any], Callable[[Any], Callable[[],
 def test_what_the_forward_reads_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "SCALE", 1.0)
     monkeypatch.setitem(TABLE, "scale", [1.0, 2.0])
+    monkeypatch.setattr(Base, "twice", Base.twice)
+    monkeypatch.setattr(Own, "forward", Own.forward)
     use, change = USES[name]
     model = Net(use)
     guards = guarded(model)

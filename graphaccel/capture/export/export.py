@@ -36,6 +36,7 @@ from graphaccel.capture.export.outputs import UnseenOutput, flatten_output, is_p
 from graphaccel.capture.export.python_function import put_back
 from graphaccel.capture.export.watch import Watch
 from graphaccel.capture.export.weights import Weights
+from graphaccel.capture.state.caches import caches_of, forget_traced, restore_buffers
 from graphaccel.capture.trace import Answers
 from graphaccel.compat.torch.export import (
     causal_masks_as_given,
@@ -136,10 +137,12 @@ class _WithLoss(nn.Module):
         super().__init__()
         self.model = model
         self._watch, self._numbers, self._rebuild = watch, numbers, rebuild
+        self._caches = caches_of(model)
         self.__dict__["_loss_fn"] = loss_fn  # not a submodule, even if it is a module
         self._note = note  # called: export restores attributes that forward writes
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        forget_traced(self._caches)
         around = nullcontext() if self._watch is None else self._watch.around()
         state = kwargs.pop(_NUMBERS, ())
         if self._rebuild is not None:
@@ -154,10 +157,10 @@ class _WithLoss(nn.Module):
             written_in_place(self.model),
         ):
             if not callable(self._loss_fn):
-                output = self.model(*args, **kwargs)
+                output = self._called(args, kwargs)
             else:
                 args, kwargs, targets = split_targets(self._loss_fn, args, kwargs)
-                output = self._loss_fn(self.model(*args, **kwargs), *targets)
+                output = self._loss_fn(self._called(args, kwargs), *targets)
         leaves, spec = flatten_output(output)
         loss = None if self._loss_fn == OUTSIDE else find_loss(output)
         result = (i for i, x in enumerate(leaves) if x is loss)
@@ -177,6 +180,11 @@ class _WithLoss(nn.Module):
             return (*(leaves[i] for i in tensors), *marks)
         # Only the loss is differentiated: export would differentiate an undetached output too.
         return (loss, *(leaves[i].detach() for i in tensors), *marks)
+
+    def _called(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The forward with its hooks. A `__call__` of the model's class runs around each step, as
+        the script calls it."""
+        return nn.Module.__call__(self.model, *args, **kwargs)
 
 
 def with_loss(model: nn.Module, loss_fn: LossFn) -> nn.Module:
@@ -348,13 +356,15 @@ def _dim_order(tensor: torch.Tensor) -> tuple[int, ...]:
 
 @contextmanager
 def _state_restored(model: nn.Module) -> Iterator[None]:
-    """Restore the model's own attributes afterwards: export runs the user's Python."""
-    modes = {module: module.training for module in model.modules()}
+    """Restore the model's own attributes afterwards: export runs the user's Python. A buffer that
+    the forward makes itself (a table, at its first use) is made in each trace."""
+    before = {module: (module.training, dict(module._buffers)) for module in model.modules()}
     try:
         yield
     finally:
-        for module, training in modes.items():
+        for module, (training, buffers) in before.items():
             module.training = training
+            restore_buffers(module, buffers)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,9 +65,15 @@ class Ops(TorchDispatchMode):
         return result
 
 
-def kept_by(model: nn.Module, computed: Mapping[int, torch.Tensor]) -> dict[Path, int]:
-    """Path from the model → storage key, of the tensors in `computed` that its modules hold."""
-    own = {memory_of(t) for t in (*model.parameters(), *model.buffers())}
+def kept_by(
+    model: nn.Module, computed: Mapping[int, torch.Tensor], buffers: Collection[str]
+) -> dict[Path, int]:
+    """Path from the model → storage key, of the tensors in `computed` that its modules hold.
+
+    buffers: names of those that the model had before its forwards, in the same shape; others, they
+    made."""
+    own = {memory_of(t) for t in model.parameters()}
+    own |= {memory_of(t) for name, t in model.named_buffers() if name in buffers}
     return {
         held.path: key
         for held in held_by_module(model)

@@ -37,8 +37,12 @@ class _Memo(dict):
 
 
 def copied(value: Any, known: Mapping[int, Any], modules: Iterable[nn.Module]) -> Any:
-    """A deep copy of `value`. known: id of an object → its replacement in the copy. modules: a
-    function that reaches one of these, or a tensor of theirs, is copied too."""
+    """A deep copy of `value`: a module, or a dict of dicts of attributes.
+
+    known: id of an object → its replacement in the copy. modules: a function that reaches one of
+    these, or a tensor of theirs, is copied too. An attribute that cannot be copied (a lock, a file,
+    a dict that answers every attribute) is shared.
+    """
     owners = tuple(modules)
     memo = _Memo(known, owners)
     for module in owners:
@@ -46,7 +50,27 @@ def copied(value: Any, known: Mapping[int, Any], modules: Iterable[nn.Module]) -
             if tensor is not None:
                 memo.storages.add(memory_of(tensor))
     with _functions_follow():
-        return copy.deepcopy(value, memo)
+        try:
+            return copy.deepcopy(value, copy.copy(memo))
+        except Exception:  # a class may raise anything
+            shared = [one for one in _attributes_in(value) if not _can_be_copied(one, memo)]
+            memo.update((id(one), one) for one in shared)
+            return copy.deepcopy(value, memo)
+
+
+def _attributes_in(value: Any) -> Iterator[Any]:
+    """The attributes of modules that a copy would copy."""
+    holders = map(vars, value.modules()) if isinstance(value, nn.Module) else value.values()
+    for holder in holders:
+        yield from (v for k, v in holder.items() if k not in _OWN and not isinstance(v, _PLAIN))
+
+
+def _can_be_copied(value: Any, memo: _Memo) -> bool:
+    try:
+        copy.deepcopy(value, copy.copy(memo))
+    except Exception:
+        return False
+    return True
 
 
 def functions_follow(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> None:

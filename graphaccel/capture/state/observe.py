@@ -32,7 +32,7 @@ from graphaccel.compat.torch.tensors import version
 from graphaccel.errors import DrawnOutside, GraphAccelError, StateFrozen
 from graphaccel.errors.messages import Location
 from graphaccel.guards.lines import call_as_written, location
-from graphaccel.guards.places import Place, objects_of, places
+from graphaccel.guards.places import MISSING, Place, objects_of, places
 from graphaccel.guards.reads import Reads, is_library, kind_of, line_of, recorded
 from graphaccel.ir.replication.layers import KEPT
 
@@ -80,6 +80,7 @@ def observe(fresh: Callable[[], nn.Module], batch: Batch, loss_fn: LossFn, many:
         reads.copies.append(model)
         if called:
             reads.roots["loss_fn"] = loss_fn
+        _refuse_left_outside(places(model, reads), ops)
         model = _few(fresh(), many)
         reads.copies.append(model)
         watch = _Passes(model, reads, batch)
@@ -103,6 +104,32 @@ def observe(fresh: Callable[[], nn.Module], batch: Batch, loss_fn: LossFn, many:
                 module=f"{type(model).__name__}.forward", generator=watch.drew, location=line
             )
         return Observed(reads, watch.written(), watch.left)
+
+
+def _refuse_left_outside(result: Mapping[str, Place], ops: Ops) -> None:
+    """Raises StateFrozen where the forward left a tensor that it computed outside of the model, and
+    takes it away from there: it has no values."""
+    left = [
+        place
+        for place in result.values()
+        if place.shared
+        and isinstance(place.value, torch.Tensor)
+        and memory_of(place.value) in ops.computed
+    ]
+    for place in left:
+        of_module = place.how == "dict" and "__name__" in place.holder
+        place.put(MISSING if place.how == "dict" and not of_module else None)
+    if left:
+        name = left[0].name.partition("[")[0]
+        raise StateFrozen(
+            what=f"`{name}` is outside of the model, and the forward leaves a tensor there",
+            location=location(left[0].line),
+            reason="tensors have no values while the model is captured",
+            help_lines=(
+                f"hold it in the model:  self.{name.rpartition('.')[2]} = ...",
+                "or in the cache of a function:  @functools.lru_cache(maxsize=None)",
+            ),
+        )
 
 
 def _few(model: nn.Module, many: int) -> nn.Module:
@@ -151,6 +178,7 @@ class _Passes:
         self._model, self._reads, self._batch = model, reads, batch
         tensors = (*model.parameters(), *model.buffers(), *batch.tensors.values())
         self._own = frozenset(map(memory_of, tensors))
+        self._shapes = {name: tensor.shape for name, tensor in model.named_buffers()}
         result = places(model, reads)
         self._passes = [_Pass(result, Ops(), frozenset(), _states(result), {})]
         self.seeded = False
@@ -165,7 +193,7 @@ class _Passes:
         after = self._versions()
         wrote = frozenset(n for n, number in after.items() if before.get(n) != number)
         result = places(self._model, self._reads)
-        kept = kept_by(self._model, ops.computed)
+        kept = kept_by(self._model, ops.computed, self._model_buffers())
         self._passes.append(_Pass(result, ops, wrote, _states(result), kept))
         return ran
 
@@ -193,6 +221,12 @@ class _Passes:
 
     def refuse_carried(self) -> None:
         """Raises StateFrozen where each forward reads a tensor that the one before it computed."""
+        buffers = dict(self._model.named_buffers())
+        for name in sorted(self._passes[-1].wrote & (buffers.keys() - self._model_buffers())):
+            path, _, attribute = name.rpartition(".")
+            kind = kind_of(type(self._model.get_submodule(path)))
+            line = self._reads.written.get(kind, {}).get(attribute)
+            raise self._carried(name, line, buffers[name])
         ops = self._passes[-1].ops
         for key, line in ops.read.items():
             paths = [p for p, k in self._passes[-2].kept.items() if k == key]
@@ -291,6 +325,11 @@ class _Passes:
             return location(place.line, writes=True)
         written = self._reads.written.get(kind_of(type(holder)), {})
         return location(written.get(name) or place.line, writes=True)
+
+    def _model_buffers(self) -> set[str]:
+        """Names of the buffers that are those of before the forwards, in their shape."""
+        named = self._model.named_buffers()
+        return {name for name, tensor in named if self._shapes.get(name) == tensor.shape}
 
     def _versions(self) -> dict[str, int]:
         named = (*self._model.named_parameters(), *self._model.named_buffers())
