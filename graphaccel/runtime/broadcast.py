@@ -150,7 +150,7 @@ def _share(
     if all(has for has, _ in said) or len({described for _, described in said}) > 1:
         return
     source = next((rank for rank, (has, _) in enumerate(said) if has), 0)
-    patient = dist.new_group(backend="gloo", timeout=_LONGEST)
+    patient: Any = dist.new_group(backend="gloo", timeout=_LONGEST)
     data: list[bytes | None] = [None]
     if dist.get_rank() == source:
         try:

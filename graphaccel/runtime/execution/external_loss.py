@@ -155,8 +155,7 @@ class ExternalLossExecutor(Executor):
         try:
             yield
         except Exception as error:
-            several = self._mesh.world > 1 and isinstance(error, RuntimeError)
-            if several and is_connection(error):
+            if isinstance(error, RuntimeError) and is_connection(error) and self._mesh.world > 1:
                 raise self._rank_lost(None, action, error) from error
             self._failures.publish(error)
             raise
