@@ -156,3 +156,23 @@ def _refused(name: str, pins: dict[str, Any]) -> str:
 def test_one_that_couples_parameters_is_refused(pool: Pool, pins: dict[str, Any]) -> None:
     reason = "its step of one parameter depends on the gradients of others"
     assert pool.run(2, _refused, "ByNorm", pins) == [reason] * 2
+
+
+def _like_a_shard() -> str:
+    """A weight [8, 4] in shards [4, 4], and whole state [4, 4]."""
+    model = nn.Sequential(nn.Linear(4, 8, bias=False)).double()
+    optimizer = TwoSided(model.parameters(), lr=0.05)
+    x = torch.randn(4, 4, dtype=torch.float64)
+    graphaccel.optimize(
+        model, optimizer, devices=2, data=2, zero=3, loss_fn=lambda out: out.square().mean(),
+        example_batch=(x,),
+    )  # fmt: skip
+    model(x).backward()
+    with pytest.raises(errors.NotElementwise) as caught:
+        optimizer.step()
+    return caught.value.reason
+
+
+def test_state_that_looks_like_a_shard_is_refused_by_name(pool: Pool) -> None:
+    for reason in pool.run(2, _like_a_shard):
+        assert reason.startswith("its state 'right' of shape [4, 4] is whole, and has the shape of")
