@@ -21,6 +21,7 @@ from graphaccel.planner.plan.plan import Precision
 from graphaccel.report.certainty import (
     Calibration,
     calibration_of,
+    error_text,
     reserve_of,
     reserve_text,
     room,
@@ -92,6 +93,18 @@ def test_errors_to_expect_are_those_of_the_results() -> None:
     errors = [abs(by * o["predicted"] / o["measured"] - 1) for by, o in pairs]
     step = StepTime("key", "gpt", "fp32", "data 1", 1, 1.0, 0.0, 0.1, 1.0, 0.1)
     assert calibration_of(replace(known, refined_by=(step,))).error == round(fmean(errors), 2)
+
+
+def test_an_error_is_said_only_of_what_it_was_found_on() -> None:
+    known = cluster("h100-80gb", 8)
+    assert error_text(calibration_of(known)) == (
+        "error to expect: not known for graphaccel's own steps; 7% for published runs of other "
+        "systems"
+    )
+    measured = replace(known, device=replace(known.device, measured=(OpTime("aten.add"),)))
+    assert error_text(calibration_of(measured)) == (
+        "error to expect: 7%, the mean over plans of small models on CPU processes"
+    )
 
 
 def test_the_reserve_is_a_quantile_of_published_runs() -> None:
