@@ -103,6 +103,12 @@ class WholeMatrixOptimizer:
 
     def _shard(self, key: str, value: Any, layout: Layout, optimizer: Optimizer) -> Any:
         if _has_shape(value, layout.shape):
+            if type(value) not in (torch.Tensor, nn.Parameter):
+                raise NotElementwise(
+                    optimizer=type(optimizer).__name__,
+                    reason=f"its state {key!r} is of class {type(value).__name__}, which is not "
+                    "known to be cut like its parameter",
+                )
             self._full.add((len(layout.shape), key))
             return layout.own(value).clone()
         if _has_shape(value, layout.local_shape):

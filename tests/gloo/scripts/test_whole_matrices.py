@@ -72,7 +72,23 @@ class ByNorm(TwoSided):
                     p -= group["lr"] * p.grad / norm
 
 
-OWN = {"TwoSided": TwoSided, "ByNorm": ByNorm}
+class Packed(Tensor):
+    """A tensor with a storage of its own, as quantized state is."""
+
+
+class PackedState(TwoSided):
+    """Keeps a tensor subclass in the shape of the parameter."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p]["sums"] = p.grad.clone().as_subclass(Packed)
+                    p -= group["lr"] * p.grad
+
+
+OWN = {"TwoSided": TwoSided, "ByNorm": ByNorm, "PackedState": PackedState}
 
 
 def _optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
@@ -176,3 +192,16 @@ def _like_a_shard() -> str:
 def test_state_that_looks_like_a_shard_is_refused_by_name(pool: Pool) -> None:
     for reason in pool.run(2, _like_a_shard):
         assert reason.startswith("its state 'right' of shape [4, 4] is whole, and has the shape of")
+
+
+def _packed_state() -> str:
+    _, _, ours, own = _pair("PackedState", {"data": 2, "zero": 3})
+    ours(*_batch()).backward()
+    with pytest.raises(errors.NotElementwise) as caught:
+        own.step()
+    return caught.value.reason
+
+
+def test_state_of_a_tensor_subclass_is_refused_by_name(pool: Pool) -> None:
+    reason = "its state 'sums' is of class Packed, which is not known to be cut like its parameter"
+    assert pool.run(2, _packed_state) == [reason] * 2
