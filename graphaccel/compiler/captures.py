@@ -36,7 +36,7 @@ from graphaccel.compiler.capture_context import no_collections, without_autocast
 from graphaccel.compiler.model import Model, follow_attributes, without_data
 from graphaccel.errors import GraphAccelError, GraphMisuse, StateFrozen, Unsupported
 from graphaccel.guards.guards import Guards
-from graphaccel.guards.numbers import as_inputs
+from graphaccel.guards.numbers import named_as_inputs
 from graphaccel.guards.places import Place, places
 from graphaccel.guards.refusals import too_many
 from graphaccel.ir.replication.unfold import input_nodes
@@ -313,8 +313,7 @@ class Captures:
             state = tuple(torch.empty((), dtype=torch.float64) for _ in numbers)
         put = None
         if observed is not None and numbers:
-            result = places(model, observed.reads)
-            put = partial(as_inputs, [result[name] for name in numbers])
+            put = partial(named_as_inputs, model, observed.reads, tuple(numbers))
         names = (*batch.names, *numbers)
         return model, replace(batch, leaves=(*leaves, *state), names=names, numbers=put)
 

@@ -8,14 +8,16 @@ number (a branch, a shape, `F.dropout(x, self.p)`), tracing raises `NotANumber`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from graphaccel.guards.guards import current
-from graphaccel.guards.places import Place
+from graphaccel.guards.places import Place, places
+from graphaccel.guards.reads import Reads
 
 REFLECTED = {
     "add": "__radd__",
@@ -91,3 +93,11 @@ def as_inputs(places: Sequence[Place], tensors: Sequence[torch.Tensor]) -> Itera
     finally:
         for place, value in zip(places, before, strict=True):
             place.put(value)
+
+
+def named_as_inputs(
+    model: nn.Module, reads: Reads, names: Sequence[str], tensors: Sequence[torch.Tensor]
+) -> AbstractContextManager[None]:
+    """The same by names of places, for one trace: export replaces the lists that a model holds."""
+    result = places(model, reads)
+    return as_inputs([result[name] for name in names], tensors)

@@ -84,7 +84,7 @@ class Session:
         self._initial: Record | None = None
         self._buckets = Buckets(1 if recorder is None else 2)
         self._outside: dict[int, ExternalLossExecutor] = {}
-        self._places: dict[str, int | None] = {}
+        self._places: dict[str, tuple[bool, int]] = {}
 
     def settle(
         self,
@@ -296,13 +296,18 @@ class Session:
         Raises GraphMisuse (GA407) where this rank did not hold the full original.
         """
         tensors = *self.model.named_parameters(), *self.model.named_buffers()
-        places = {
-            n: None if isinstance(t, (ShardTensor, RemoteTensor)) else t.data_ptr()
-            for n, t in tensors
-        }
+        places: dict[str, tuple[bool, int]] = {}  # whether it is held in full, and where
+        for name, tensor in tensors:
+            if isinstance(tensor, RemoteTensor):
+                places[name] = False, 0
+            elif isinstance(tensor, ShardTensor):
+                places[name] = False, id(tensor)
+            else:
+                places[name] = True, tensor.data_ptr()
         if self._places and places != self._places:
             for name, place in places.items():
-                if place is not None and self._places.get(name, place) is None:
+                before = self._places.get(name, place)
+                if not before[0] and before != place:
                     raise GraphMisuse(
                         what=f"`{name}` was replaced, and this rank held only a part of it or none",
                         help_line="copy values into it:  model.load_state_dict(state)",

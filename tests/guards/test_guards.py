@@ -276,3 +276,26 @@ def test_another_default_dtype_is_captured_anew() -> None:
     finally:
         torch.set_default_dtype(before)
     assert counts == [1, 2, 2]
+
+
+class Listed(nn.Module):
+    """`forward(x)`: [B, 4] → loss, by a number in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.weights = nn.Linear(4, 4), [1.0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weights[0] * self.layer(x).square().mean()
+
+
+def test_a_number_in_a_list_is_an_input_at_every_size() -> None:
+    model = Listed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    graphaccel.optimize(model, optimizer, devices=1, check="off")
+    for number in range(2):
+        model.weights[0] = 1.0 + number
+        model(torch.randn(2, 4))
+    first, second = captures_in(model).steps.values()
+    assert first.sizes.keys() == second.sizes.keys() != set()
+    assert [s.name for s in second.inputs if s.kind == "batch"] == ["args[0]", "weights[0]"]

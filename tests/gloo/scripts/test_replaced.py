@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import graphaccel
-from graphaccel.errors import GraphMisuse
+from graphaccel.errors import GraphMisuse, Unsupported
 from tests.support.pool import Pool
 
 WAYS = ("data", "assign", "copy")
@@ -52,6 +53,50 @@ def _losses(model: nn.Module, optimizer: torch.optim.Optimizer, way: str) -> lis
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+def _reordered() -> str:
+    """Layers in another order, which are other parameters under the same names."""
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    graphaccel.optimize(model, optimizer, loss_fn=F.mse_loss, devices=2, zero=3, check="off")
+    x = torch.randn(8, 16)
+    model(x, x).backward()
+    model[0], model[2] = model[2], model[0]
+    try:
+        model(x, x)
+    except GraphMisuse as error:
+        return str(error)
+    return ""
+
+
+def _viewed() -> str:
+    """A buffer that is a view of a parameter."""
+    model = _model()
+    model.shift = model.second.bias.data
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        batch = torch.randn(8, 16)
+        graphaccel.optimize(model, optimizer, devices=2, zero=3, example_batch=batch)
+    except Unsupported as error:
+        return str(error)
+    return ""
+
+
+VIEWED = """\
+error[GA208]: the buffer `shift`, a view of the parameter `second.bias`, is not supported
+  why:  the plan shards the parameter, whose updates a view would not see
+  help: read the parameter itself in forward:  self.second.bias
+  help: or keep parameters whole:  zero=0, tensor=1
+  explain: graphaccel explain GA208"""
+
+
+def test_shards_that_would_be_read_under_another_name(pool: Pool) -> None:
+    for text in pool.run(2, _reordered):
+        assert text.splitlines()[0] == (
+            "error[GA407]: `0.weight` was replaced, and this rank held only a part of it or none"
+        )
+    assert pool.run(2, _viewed) == [VIEWED] * 2
 
 
 @pytest.mark.parametrize("way", WAYS)
