@@ -46,6 +46,12 @@ class Raises(Router):
         raise ValueError("  the rows\n are odd")
 
 
+class Asserts(Router):
+    def forward(self, x: Tensor) -> Tensor:
+        assert not torch.isnan(x).any(), "no number"
+        return self.layer(x)
+
+
 def _line(model: type[nn.Module], offset: int) -> int:
     return model.forward.__code__.co_firstlineno + offset
 
@@ -55,6 +61,19 @@ def _check(inner: nn.Module, kind: type[errors.GraphAccelError], text: str) -> N
     optimizer = torch.optim.AdamW(model.parameters())
     with refused(kind, text, model, optimizer):
         graphaccel.optimize(model, optimizer, example_batch=batch)
+
+
+def test_an_assertion_on_values() -> None:
+    number = _line(Asserts, 1)
+    text = f"""\
+error[GA101]: cannot capture `Asserts.forward`: it branches on the value of a tensor
+  --> test_bad_input_capture.py:{number}
+{number:>5} |         assert not torch.isnan(x).any(), "no number"
+      |                ^^^^^^^^^^^^^^^^^^^^^^^^ this becomes a Python value, so the graph would depend on the data
+  why:  graphaccel needs one graph for every batch
+  help: make the check outside of the model, or skip assertions:  python -O train.py
+  explain: graphaccel explain GA101"""
+    _check(Asserts(), errors.TensorBranch, text)
 
 
 def test_a_branch_is_underlined_in_the_users_own_line(capfd: pytest.CaptureFixture[str]) -> None:

@@ -79,7 +79,11 @@ def explained(error: Exception, model: nn.Module, weights: Weights) -> Exception
     if isinstance(error, DataDependentError):
         files = [f.filename for f in traceback.extract_tb(error.__traceback__)]
         checked = any(name.startswith(_DISTRIBUTIONS) for name in files)
-        return TensorBranch(module=where, location=location, distribution=checked)
+        line = (location.text or "") if location is not None else ""
+        asserts = line.lstrip().startswith("assert ")
+        return TensorBranch(
+            module=where, location=location, distribution=checked, assertion=asserts
+        )
     if isinstance(error, Unregistered):
         result = weights.described(error.tensor)
         return UnregisteredWeight(
