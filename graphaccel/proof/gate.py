@@ -19,6 +19,7 @@ from graphaccel.proof.comparison import Pair
 from graphaccel.proof.first_step import prove_together
 from graphaccel.proof.planned import Expected, Given, Part, expect_together, parts_of
 from graphaccel.proof.results import Results
+from graphaccel.proof.rounding import rounding_together
 from graphaccel.runtime.mesh import Mesh
 from graphaccel.runtime.parameters.remote import RemoteTensor
 from graphaccel.runtime.parameters.sharded import local_of
@@ -75,6 +76,7 @@ class Gate:
         self._compared, self._early = False, False  # the batch of the next step, as far as is known
         self._left, self._reason = MORE, "weights are shards, and were written after optimize()"
         self._reference: _Reference | None = None
+        self._rounding: Callable[[Expected], Mapping[str, float]] = lambda _: {}
 
     def prove(self, step: StepGraph, pair: Pair | str) -> None:
         """Compare the captured graph with eager code; with the next batch too, where the values of
@@ -156,6 +158,9 @@ class Gate:
             assert expected is not None
             known = self._reference = _Reference(expected, now.batch, trial)
         expected = known.expected
+        same = now.whole and _equal(known.batch, now.batch)
+        pair = now.pair if same else None
+        self._rounding = lambda expected: rounding_together(expected, pair, now.plan, self._ranks)
         if isinstance(expected, str):
             self._give_up(expected)
         elif expected.tried or not _equal(known.batch, now.batch):
@@ -187,7 +192,7 @@ class Gate:
             self._conclude(self._reference.expected, parts_of(given()), mesh)
 
     def _conclude(self, expected: Expected, parts: Mapping[str, Part], mesh: Mesh) -> None:
-        reason = expected.check(parts, mesh)
+        reason = expected.check(parts, mesh, lambda: self._rounding(expected))
         if reason:
             self._inconclusive(reason)
         else:

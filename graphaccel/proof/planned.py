@@ -8,9 +8,10 @@ nothing large is sent.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import Any
 
 import torch
@@ -48,6 +49,9 @@ others times the dtype's epsilon. The effect of a wrong rewrite (a part that is 
 of means) is a hundred times larger.
 """
 
+_LARGER = 4
+"""How many times as large as a few draws of a rounding error another one may be."""
+
 Part = tuple[tuple[int, ...], float, float]
 
 
@@ -81,9 +85,17 @@ class Expected:
     constant: bool = False
     tried: bool = False
 
-    def check(self, mine: Mapping[str, Part], mesh: Mesh) -> str:
+    def check(
+        self,
+        mine: Mapping[str, Part],
+        mesh: Mesh,
+        rounding: Callable[[], Mapping[str, float]] = dict,
+    ) -> str:
         """Compare with the results of a step, as returned by `parts_of`; a collective over all
-        ranks. Returns why equal values prove nothing; "" where they prove the step.
+        ranks. Returns why the values prove nothing; "" where they prove the step.
+
+        rounding: by how much rounding alone changes one device's own values, relative, by name; a
+        collective that is called where values differ.
 
         Raises PlanDiffers (GA109) on every rank.
         """
@@ -93,7 +105,13 @@ class Expected:
             dist.all_gather_object(everyone, mine, group=mesh.world_group)
         wrong, error = self._compared(everyone)
         if wrong:
-            some = wrong[:_SHOWN]
+            own = rounding()
+            most, usual = _explained(own)
+            if all(off <= most.get(name, usual) for name, off, _ in wrong):
+                return (
+                    f"rounding alone changes one device's own values by {shown(max(own.values()))}"
+                )
+            some = [sentence for _, _, sentence in wrong[:_SHOWN]]
             if len(wrong) > _SHOWN:
                 some.append(f"and {len(wrong) - _SHOWN} more")
             raise PlanDiffers(plan=self.plan, values=tuple(some))
@@ -133,27 +151,41 @@ class Expected:
         finite = any(math.isfinite(square) for square, _ in self.values.values())
         return "" if finite else "there is no finite number to compare"
 
-    def _compared(self, everyone: list[Mapping[str, Part]]) -> tuple[list[str], float]:
-        """(a sentence for each value that differs, the largest relative error)."""
-        bound, rounding = _BOUNDS[self.dtype]
-        floor = self._floor
+    def _compared(
+        self, everyone: list[Mapping[str, Part]]
+    ) -> tuple[list[tuple[str, float, str]], float]:
+        """((name, relative error, sentence) of each value that differs, the largest error)."""
+        bound, _ = _BOUNDS[self.dtype]
         results = {name: None for one in everyone for name in one}
         wrong, largest = [], 0.0
         for name in dict.fromkeys((*self.values, *results)):
             parts = [one[name] for one in everyone if name in one]
             if name not in self.values or not parts:
-                wrong.append(
-                    f"{name}: {'no rank has one' if name in self.values else 'one device has none'}"
-                )
+                none = "no rank has one" if name in self.values else "one device has none"
+                wrong.append((name, math.inf, f"{name}: {none}"))
                 continue
-            least = floor if name.startswith("gradient") else rounding * self.terms.get(name, 0.0)
-            for square, along in _totals(parts):
-                error = _relative((square, along), self.values[name], least / bound)
-                largest = max(largest, error)
-                if not error <= bound:
-                    wrong.append(f"{name}: off by {error:.1e}")
-                    break
+            error = max(self.error(name, total) for total in _totals(parts))
+            largest = max(largest, error)
+            if not error <= bound:
+                wrong.append((name, error, f"{name}: off by {error:.1e}"))
         return wrong, largest
+
+    def error(self, name: str, value: Sums) -> float:
+        """The relative error of a value that should be the one of that name."""
+        bound, rounding = _BOUNDS[self.dtype]
+        gradient = name.startswith("gradient")
+        least = self._floor if gradient else rounding * self.terms.get(name, 0.0)
+        return _relative(value, self.values[name], least / bound)
+
+
+def _explained(own: Mapping[str, float]) -> tuple[dict[str, float], float]:
+    """The largest error that rounding explains: by name, and of other names.
+
+    own: of one device's own values, found in a few draws, so that a small one says little beside
+    the others.
+    """
+    usual = median(own.values()) if own else 0.0
+    return {name: _LARGER * max(error, usual) for name, error in own.items()}, _LARGER * usual
 
 
 def _relative(ours: Sums, theirs: Sums, least: float) -> float:
@@ -240,15 +272,21 @@ def expect(
     if error is not None:
         pair.eager_runs()  # a batch that eager code can not run either is the script's fault
         raise PlanDiffers(plan=plan_name(plan), values=(f"on one device: {error}",)) from error
+    values = named_sums(built, plan)
+    terms = {f"new value of `{n}`": size for n, size in built.magnitudes.items()}
+    tried = constant or built.loss is None
+    return Expected(plan_name(plan), _dtype(pair, plan), values, terms, constant, tried)
+
+
+def named_sums(built: Results, plan: Plan) -> dict[str, Sums]:
+    """What a step under a plan hands out, by name. built: results that were kept as sums."""
     values: dict[str, Any] = {} if built.loss is None else {"loss": built.loss}
     if plan.outputs != "loss" or built.loss is None:
         values |= {f"output {leaf}": sums for leaf, sums in built.outputs.items()}
     values |= {f"gradient of `{n}`": sums for n, sums in built.gradients.items()}
     values |= {f"gradient of input {n}": sums for n, sums in built.inputs.items()}
     values |= {f"new value of `{n}`": sums for n, sums in built.buffers.items()}
-    terms = {f"new value of `{n}`": size for n, size in built.magnitudes.items()}
-    tried = constant or built.loss is None
-    return Expected(plan_name(plan), _dtype(pair, plan), values, terms, constant, tried)
+    return values
 
 
 def expect_together(
