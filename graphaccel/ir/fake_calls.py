@@ -54,13 +54,8 @@ class _NotCached(Exception):
     """A call whose results its op and the metadata of its arguments do not determine."""
 
 
-def fake_call(
-    target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, recorded: bool = True
-) -> Any:
+def fake_call(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`target(*args, **kwargs)`, inside the fake mode of its tensors.
-
-    recorded: whether autograd sees the call, so that one whose results need gradients runs; False
-    below autograd, in `__torch_dispatch__`.
 
     Not run where an equal call was: of the same op, on tensors of equal metadata, with equal other
     arguments. Then the results are new tensors, or views of its own arguments, as those of the
@@ -70,7 +65,7 @@ def fake_call(
     given: list[FakeTensor] = []
     try:
         key = _key(target, args, kwargs, given)
-        if recorded and torch.is_grad_enabled() and any(t.requires_grad for t in given):
+        if torch.is_grad_enabled() and any(t.requires_grad for t in given):
             raise _NotCached
     except _NotCached:
         return target(*args, **kwargs)

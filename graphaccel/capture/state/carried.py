@@ -15,7 +15,6 @@ from graphaccel.compat.torch import pytree
 from graphaccel.compat.torch.modes import TorchDispatchMode
 from graphaccel.errors.messages import Location
 from graphaccel.guards.reads import line_of, paused
-from graphaccel.ir.fake_calls import fake_call
 
 Path = tuple[str, ...]
 """Attribute names, list indices and dict keys, from a model to something that it holds."""
@@ -57,7 +56,7 @@ class Ops(TorchDispatchMode):
             if key not in self.own and key not in self.computed and key not in self.written:
                 self.written[key] = line_of(sys._getframe(1))
         with paused():
-            result = fake_call(func, args, kwargs, recorded=False)
+            result = func(*args, **kwargs)
         for tensor in _tensors(result):
             key = memory_of(tensor)
             if key not in given:
