@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
+import statistics
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ FLOOR = 1e-5
 """A gradient this much smaller than the model's largest is compared with that: it is rounding."""
 
 _SEED = 7
+_MOVED, _LARGER = 4, 4
 
 
 def ranks_of(setting: str) -> int:
@@ -87,8 +89,39 @@ def _judged(part: str, name: str, setting: str, dtype: torch.dtype) -> dict[str,
         finite = all(torch.isfinite(g).all() for g in got["grads"].values())
         return {"outcome": "random" if finite else "wrong", "detail": "", "held": held, "of": every}
     wrong = _difference(expected, got, _bound(entry.model))
+    if wrong is not None and dtype == torch.float32 and not draws:
+        wrong = _beyond_rounding(build, expected, got, wrong)
     outcome = "right" if wrong is None else "wrong"
     return {"outcome": outcome, "detail": wrong or "", "held": held, "of": every}
+
+
+def _beyond_rounding(
+    build: Callable[[], Entry], expected: Mapping[str, Any], got: Mapping[str, Any], wrong: str
+) -> str | None:
+    """`wrong`, or None where eager mode itself changes as much when each weight is one unit of
+    rounding higher, lower or as it is: at most `_LARGER` times the largest of a few such changes,
+    of that gradient, or the median over all gradients."""
+    changes: dict[str, float] = {}
+    for seed in range(_MOVED):
+        entry, generator = build(), torch.Generator().manual_seed(seed)
+        for parameter in entry.model.parameters():
+            value = parameter.data
+            steps = torch.randint(-1, 2, value.shape, generator=generator).to(value)
+            parameter.data = value + steps * value.abs() * torch.finfo(value.dtype).eps
+        for name, off in _distances(expected, _step(entry, entry.model)).items():
+            changes[name] = max(off, changes.get(name, 0.0))
+    usual = statistics.median(changes.values())
+    distances = _distances(expected, got)
+    explained = {n: _LARGER * max(changes.get(n, 0.0), usual) for n in distances}
+    return None if all(off <= explained[n] for n, off in distances.items()) else wrong
+
+
+def _distances(expected: Mapping[str, Any], got: Mapping[str, Any]) -> dict[str, float]:
+    """Relative distances of the loss ("") and of each gradient that is held."""
+    largest = max((_size(g) for g in expected["grads"].values()), default=0.0)
+    grads = expected["grads"]
+    of_grads = {n: _distance(g, grads[n], FLOOR * largest) for n, g in got["grads"].items()}
+    return {"": _distance(got["loss"], expected["loss"], 0.0), **of_grads}
 
 
 def _failure(error: Exception) -> dict[str, Any]:
