@@ -326,9 +326,9 @@ def torchrun_flags(arguments: argparse.Namespace) -> list[str]:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    swept = arguments.sweep is not None and arguments.sweep[0] == "devices"
-    if swept and arguments.devices is None:  # the most, for what is captured once for all
-        arguments.devices = max(arguments.sweep[1])
+    axis, sizes = arguments.sweep or ("", ())
+    if axis == "devices" and arguments.devices is None:  # the most: what is captured is for all
+        arguments.devices = max(sizes)
     if arguments.compare is None and (arguments.target is None or arguments.devices is None):
         arguments.usage_error("FILE[:FUNCTION] and --devices N are needed, or --compare FILE FILE")
     if arguments.cluster is not None and (arguments.device, arguments.memory) != (None, None):

@@ -8,6 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.fx import config
 
 # Raised by export where the user's code branches on the value of a tensor
 # (capture/export/export.py).
@@ -35,7 +36,7 @@ def exporting() -> Iterator[None]:
 def without_stack_traces() -> Iterator[None]:
     """Meanwhile traced nodes do not record the lines they come from: a tenth of the time of an
     export."""
-    with patch.object(torch.fx.config, "do_not_emit_stack_traces", True, create=True):
+    with patch.object(config, "do_not_emit_stack_traces", True, create=True):
         yield
 
 
