@@ -65,8 +65,11 @@ class Handle:
     def watch_steps(self) -> None:
         """Refuse the optimizer's steps without a plan from now on."""
         if (optimizer := self._run.optimizer) is not None:
-            self._run.hooks.add(self._unplanned.before_step)
+            self._run.hooks.add_first(self._unplanned.before_step)
             self._run.hooks.start(optimizer)
+            step = None if self._prepared is None else self._prepared.updates.step
+            if step is not None:  # prepared with an example batch: its own hook comes last
+                step.start()
 
     # ---- public properties and reports
 

@@ -81,3 +81,24 @@ def test_a_closures_gradients_are_clipped(kind: Any, pins: dict[str, Any]) -> No
         assert second.step(closure).item() == pytest.approx(loss.item(), rel=1e-12)
     for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
         assert (a - b).abs().max() <= 1e-12
+
+
+def test_with_an_example_batch_the_same_hooks_run_in_the_same_order() -> None:
+    torch.manual_seed(0)
+    plain = Regression()
+    model = copy.deepcopy(plain)
+    x, y = torch.randn(8, 6), torch.randn(8, 1)
+    steps = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (plain, model)]
+    graphaccel.optimize(
+        model, steps[1], devices=1, fusions="auto", clip_norm=1e-3, example_batch=(x, y)
+    )
+    for each, optimizer in zip((plain, model), steps, strict=True):
+        for _ in range(2):
+            optimizer.zero_grad()
+            each(x, y).backward()
+            if each is plain:
+                nn.utils.clip_grad_norm_(plain.parameters(), 1e-3)
+            optimizer.step()
+    assert not model.graphaccel.left_to_torch
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], value)

@@ -43,6 +43,10 @@ class StepHooks:
         """Run `hook(optimizer, args, kwargs)` in every step."""
         self._hooks.append(hook)
 
+    def add_first(self, hook: Hook) -> None:
+        """Run a hook in every step, before all others."""
+        self._hooks.insert(0, hook)
+
     def add_after_closures(self, hook: Hook) -> None:
         """Run a hook in steps with a closure only, after all others."""
         self._after_closures.append(hook)
