@@ -149,6 +149,8 @@ def test_plan_arguments(model_file: Path) -> None:
         "zero": 3,
         "shard_size": 2,
         "refine": None,
+        "sweep": None,
+        "price": None,
         "check": False,
         "sequence": False,
         "context_by": "heads",
