@@ -227,26 +227,6 @@ def test_batch_norm_is_the_same_ops_on_every_device(trained: bool) -> None:
     assert graph("cuda") == graph("cpu")
 
 
-@pytest.mark.parametrize("shape", [(6, 4), (6, 1), (4,)])
-def test_broadcasts_are_the_steps_of_torch(
-    shape: tuple[int, ...], asked: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """torch keeps `broadcast_tensors` as a call that returns its own arguments."""
-
-    def inner(x: Tensor) -> Tensor:
-        target = torch.ones(shape)
-        return nn.functional.mse_loss(x, target) + nn.functional.l1_loss(target, x)
-
-    def by_torch(program: Any, _: Answers | None) -> Any:
-        return program.run_decompositions({})
-
-    call = flatten_call((torch.randn(6, 4),), {})
-    own = capture(Scaled(inner), call, symbolic=False)
-    assert asked == []
-    monkeypatch.setattr("graphaccel.capture.export.export.decomposed", by_torch)
-    assert own.text() == capture(Scaled(inner), call, symbolic=False).text()
-
-
 def test_an_own_op_of_the_user_is_left_to_torch(asked: list[str]) -> None:
     with torch.library._scoped_library("graphaccel_test_decompose", "DEF") as library:
         library.define("twice(Tensor x) -> Tensor")

@@ -156,11 +156,6 @@ class _Calls(fx.Interpreter):
             raise NotTraced(f"{target}")
         if target is aten.batch_norm.default:
             return _batch_norm(*args, **kwargs)
-        if (
-            target is aten.broadcast_tensors.default
-        ):  # returns its arguments where they have the shape
-            shape = torch.broadcast_shapes(*(tensor.shape for tensor in args[0]))
-            return [t if t.shape == shape else t.expand(shape) for t in args[0]]
         if is_preservable_composite(target):
             args, kwargs = pytree.tree_map(behind, (args, kwargs))
             with without_modes(), below_functionalization():
