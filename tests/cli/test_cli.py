@@ -148,9 +148,6 @@ def test_plan_arguments(model_file: Path) -> None:
         "order": ("data", "pipeline"),
         "zero": 3,
         "shard_size": 2,
-        "refine": None,
-        "sweep": None,
-        "price": None,
         "check": False,
         "sequence": False,
         "context_by": "heads",
@@ -182,10 +179,8 @@ def test_plan_arguments(model_file: Path) -> None:
             {"recompute": ("h.0", "h.1"), "ort": "off"},
             {"bucket_bytes": 1 << 20, "fusions": ("gelu",), "order": ("data", "pipeline")},
         ],
-        "compare": None,
-        "export": None,
         "measure": 3,
-        "cluster": None,
+        **dict.fromkeys(("refine", "sweep", "price", "compare", "export", "cluster")),
         "save_cluster": Path("c.json"),
     }
 
