@@ -100,15 +100,16 @@ def token_of(value: Any) -> Any:
     if isinstance(value, _FUNCTIONS) or value is MISSING:
         return value
     if isinstance(value, dict):
-        return kind_of(kind), tuple(map(_key, value))
+        return kind_of(kind), tuple(map(key_of, list(value)))  # another thread may change it
     if isinstance(value, (list, tuple, deque)):
         return kind_of(kind), len(value)
     if isinstance(value, (set, frozenset)):
-        return kind_of(kind), frozenset(map(_key, value))
+        return kind_of(kind), frozenset(map(key_of, list(value)))
     return kind_of(kind)
 
 
-def _key(key: Any) -> Any:
+def key_of(key: Any) -> Any:
+    """What a key of a container is known by: itself, or its class where it has no plain value."""
     return key if isinstance(key, (*_SCALARS, *_ATOMS)) else kind_of(type(key))
 
 
