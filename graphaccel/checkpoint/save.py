@@ -91,7 +91,7 @@ def save(
     stops = False
     if every is not None:
         saver.stop.watch()
-        stops = saver.stop.on_any(saver.together, step)
+        stops = saver.stop.on_any(saver.together, step, every)
         if not stops and step % every:
             if asynchronous and saver.staging.empty:
                 _reserve(contents, saver)
@@ -110,15 +110,17 @@ def _written(
     contents: Contents, saver: Saver, root: Path, step: int, keep: int | None, asynchronous: bool
 ) -> Path:
     """Write a checkpoint, or start to, once the one before is done; its folder. Collective."""
-    handle = getattr(contents.models["model"], "graphaccel", None)
+    model = contents.models["model"]
+    handle = getattr(model, "graphaccel", None)
     if handle is not None:
         handle.agree(SAVE)
     saver.wait()
-    _same(saver.together, root, step, keep)
+    _same(saver.together, root, step, keep, asynchronous)
+    together = saver.together_in_background(model) if asynchronous else saver.together
     tensors, state = _copied(contents, saver, root, step, asynchronous)
     plan = None if handle is None or handle.plan is None else json.loads(handle.plan.to_json())
     random = as_file(random_states())
-    job = Job(saver.together, root, step, tensors, state, random, plan, keep)
+    job = Job(together, root, step, tensors, state, random, plan, keep)
     path, number = job.open()
     if asynchronous:
         saver.start(job, path, number)
@@ -173,14 +175,18 @@ def _check(step: int, keep: int | None, every: int | None) -> None:
             raise GraphMisuse(what=f"{name} is a whole number from 1, not {value!r}")
 
 
-def _same(together: Together, root: Path, step: int, keep: int | None) -> None:
-    """Raise GraphMisuse (GA407) on every rank where they save different steps."""
-    asked = together.each(lambda: (str(root), step, keep), lambda _, cause: GraphMisuse(what=cause))
-    if len(set(asked)) > 1:
-        odd = next(rank for rank, this in enumerate(asked) if this != asked[0])
+def _same(together: Together, root: Path, step: int, keep: int | None, asynchronous: bool) -> None:
+    """Raise GraphMisuse (GA407) on every rank where they save differently."""
+    mine = str(root), step, keep, asynchronous
+    asked = together.each(lambda: mine, lambda _, cause: GraphMisuse(what=cause))
+    odd = next((rank for rank, this in enumerate(asked) if this != asked[0]), None)
+    if odd is not None:
+        first, other = (
+            f"step {number} in `{folder}`, keep={kept}, asynchronous={later}"
+            for folder, number, kept, later in (asked[0], asked[odd])
+        )
         raise GraphMisuse(
-            what=f"rank 0 saves step {asked[0][1]} in `{asked[0][0]}`, and rank {odd} step "
-            f"{asked[odd][1]} in `{asked[odd][0]}`",
+            what=f"rank 0 saves {first}, and rank {odd} {other}",
             help_line="give every rank the same arguments",
         )
 

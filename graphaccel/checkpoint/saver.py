@@ -26,6 +26,7 @@ class Saver:
         self.together = Together() if together is None else together
         self.staging = Staging()
         self.stop = StopRequest()
+        self._background: Together | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -34,6 +35,13 @@ class Saver:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Saver, ()
+
+    def together_in_background(self, model: nn.Module) -> Together:
+        """The ranks, over a group of the background's own: training goes on to call collectives of
+        the other one, in another order on each rank. Collective at the first call."""
+        if self._background is None:
+            self._background = ranks_of(model)
+        return self._background
 
     def start(self, job: Job, folder: Path, number: int) -> None:
         """Write a checkpoint in the background."""

@@ -38,23 +38,26 @@ class StopRequest:
 
         signal.signal(signal.SIGTERM, asked)
 
-    def on_any(self, together: Together, step: int) -> bool:
+    def on_any(self, together: Together, step: int, every: int) -> bool:
         """Whether some rank was asked to stop. Collective.
 
-        Raises GraphMisuse (GA407) on every rank where they are at different steps.
+        Raises GraphMisuse (GA407) on every rank where they are at different steps, or save after
+        other numbers of steps.
         """
         if together.ranks == 1:
             return self.seen
-        mine = torch.tensor([int(self.seen), step])
+        mine = torch.tensor([int(self.seen), step, every])
         results = [torch.empty_like(mine) for _ in range(together.ranks)]
         together.collective(lambda: dist.all_gather(results, mine, group=together.group))
-        others = [int(one[1]) for one in results]
-        if len(set(others)) > 1:
-            odd = next(rank for rank, other in enumerate(others) if other != others[0])
-            raise GraphMisuse(
-                what=f"rank 0 is at step {others[0]}, and rank {odd} at step {others[odd]}",
-                help_line="call save() in the same steps on every rank",
-            )
+        for name, place in (("step", 1), ("every", 2)):
+            others = [int(one[place]) for one in results]
+            if len(set(others)) > 1:
+                odd = next(rank for rank, other in enumerate(others) if other != others[0])
+                raise GraphMisuse(
+                    what=f"rank 0 calls save() with {name}={others[0]}, and rank {odd} with "
+                    f"{name}={others[odd]}",
+                    help_line="call save() in the same steps on every rank, with the same every",
+                )
         return any(int(one[0]) for one in results)
 
 

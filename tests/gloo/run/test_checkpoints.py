@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,43 @@ def test_a_resumed_run_is_bitwise_the_undisturbed_one(
     model, optimizer = _model(1)  # a plain one, on one process
     assert graphaccel.load(tmp_path, model, optimizer).step == 4
     assert len(optimizer.state) == len(list(model.parameters()))
+
+
+def _train_while_saving(folder: str) -> tuple[int, str]:
+    """Rank 0 has written its part before its next step, rank 1 writes after that step."""
+    model, _ = _model(0)
+    write = FileSystemWriter.write_data
+    due = threading.Event()
+
+    def write_in_turn(*arguments: Any) -> Any:
+        if dist.get_rank() == 0:
+            result = write(*arguments)
+            due.set()
+            return result
+        assert due.wait(30)
+        return write(*arguments)
+
+    FileSystemWriter.write_data = write_in_turn  # type: ignore[method-assign]
+    try:
+        saved = graphaccel.save(folder, model, step=1, every=1, asynchronous=True)
+        if dist.get_rank() == 0:
+            assert due.wait(30)
+        for step in range(2, 12):
+            assert graphaccel.save(folder, model, step=step, every=100, asynchronous=True) is None
+        due.set()
+        assert saved is not None
+        saved.wait()
+    finally:
+        FileSystemWriter.write_data = write  # type: ignore[method-assign]
+    with pytest.raises(errors.GraphMisuse) as odd:
+        graphaccel.save(folder, model, step=12, every=50 + dist.get_rank())
+    return graphaccel.load(folder, model).step, str(odd.value)
+
+
+def test_steps_go_on_while_the_ranks_write_at_different_times(pool: Pool, tmp_path: Path) -> None:
+    for step, odd in pool.run(2, _train_while_saving, str(tmp_path), timeout_s=60):
+        assert step == 1
+        assert "rank 0 calls save() with every=50, and rank 1 with every=51" in odd
 
 
 def _raise(*_: Any) -> None:
