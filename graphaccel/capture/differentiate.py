@@ -145,6 +145,8 @@ def _traced(
         torch.enable_grad(),
         fx_traceback.preserve_node_meta(),
         torch.autograd.set_multithreading_enabled(False),
+        # Anomaly mode of the script reads the values of gradients, which a trace has not.
+        torch.autograd.set_detect_anomaly(False),
         # An LSTM layer is the ops of its cells on every device. On a CPU it could be one op of
         # oneDNN, whose backward reads memory that no graph can pass on
         # (`select_one_layer_lstm_function`, torch/_decomp/decompositions.py).

@@ -22,6 +22,7 @@ from graphaccel.capture.export.python_function import RuleRefused
 from graphaccel.capture.export.watch import INSIDE, TRANSFORMS, GradientInside, OwnGenerator
 from graphaccel.capture.export.weights import Unregistered, Weights
 from graphaccel.compat.torch.export import DataDependentError, is_known
+from graphaccel.compat.torch.ops import is_higher_order, written_by
 from graphaccel.errors import (
     CaptureRefused,
     DrawnOutside,
@@ -42,6 +43,9 @@ _LOST = {
     False: "a gradient that is taken in the forward reads values that torch.export loses",
     True: "torch.export can not trace this transform of torch.func",
 }
+_COND = f"_higher_order_ops{os.sep}cond.py"
+_OWN_GRAPHS = "`{}` runs graphs of its own, which no plan splits"
+_CHOOSE = "compute both, and choose:  x = torch.where(condition, a, b)"
 _INSTEAD_OF = {
     "ndarray": "pass a tensor:  model(torch.from_numpy(x))",
     "Generator": "leave it out, and seed before the call of the model:  torch.manual_seed(0)",
@@ -142,6 +146,8 @@ def _without_graph(error: Exception, where: str, location: Location | None) -> C
         own = _own(frames[:inside])
         location = _location(own[-1]) if own else None
         reason, line = _LOST[True], _FORWARD_MODE
+    elif any(f.name == "cond" and f.filename.endswith(_COND) for f in frames):
+        reason, line = _OWN_GRAPHS.format("torch.cond"), _CHOOSE
     elif "register_dataclass" in reason:
         kind = re.search(r"<class '(?:.*\.)?(\w+)'>", reason)
         name = kind[1] if kind else "Batch"
@@ -210,6 +216,26 @@ def refuse_unplannable(graph: fx.Graph, model: nn.Module) -> None:
         kind = str(stack[-1][1]).rsplit(".", 1)[-1] if len(stack) > 1 else type(model).__name__
         location = line_of(node.meta.get("stack_trace") or "")
         raise CaptureRefused(module=f"{kind}.forward", location=location, reason=reason)
+
+
+def refuse_higher_order(graph: fx.Graph, model: nn.Module) -> None:
+    """Raises CaptureRefused for operators on graphs (`torch.cond`, an op that writes its
+    arguments)."""
+    for node in graph.nodes:
+        if not is_higher_order(node.target):
+            continue
+        written = written_by(node)
+        raise CaptureRefused(
+            module=f"{type(model).__name__}.forward",
+            location=line_of(node.meta.get("stack_trace") or ""),
+            reason=f"`{written}` writes to its arguments"
+            if written
+            else _OWN_GRAPHS.format(node.target),
+            help_line="let the op return the new value, and write that:  "
+            "self.buffer.copy_(op(self.buffer, x))"
+            if written
+            else _CHOOSE,
+        )
 
 
 def _unplannable(node: fx.Node) -> str | None:

@@ -26,6 +26,7 @@ from graphaccel.capture.export.assigned import written_in_place
 from graphaccel.capture.export.decompose import Exported, decomposed
 from graphaccel.capture.export.explain import (
     explained,
+    refuse_higher_order,
     refuse_lookups,
     refuse_unplannable,
     refuse_writes,
@@ -41,6 +42,7 @@ from graphaccel.capture.trace import Answers
 from graphaccel.compat.torch.export import (
     causal_masks_as_given,
     inference_as_no_grad,
+    keywords_as_names,
     parametrizations_computed,
 )
 from graphaccel.compat.torch.graphs import graph_module
@@ -266,6 +268,7 @@ def export_forward(
         _state_restored(model),
         _batched_experts(model),
         one_name_each(model),
+        keywords_as_names(),
         warnings.catch_warnings(),
         _quiet(),
         watch.reading(),
@@ -281,6 +284,7 @@ def export_forward(
             put_back(program.graph_module, watch.calls)
         except Exception as error:  # every failure of export is translated, with its cause
             raise explained(watch.cause(error), model, weights) from error
+    refuse_higher_order(program.graph_module.graph, model)
     refuse_unplannable(program.graph_module.graph, model)
     refuse_writes(program, batch, model)
     forward = _unpack(program, batch, notes[-1])

@@ -34,6 +34,7 @@ from graphaccel.compat.torch.autograd import (
     forward_class,
     gradient_nodes_refused,
     untransformed,
+    version_read,
 )
 from graphaccel.compat.torch.fakes import FakeTensor
 from graphaccel.kernels.ops.ctc_loss import ctc_loss
@@ -179,7 +180,8 @@ class _Functions(TorchFunctionMode):
         for tensor in _tensors((args, kwargs.values())):
             if id(tensor) not in self._own:
                 plain = untransformed(tensor)
-                self._weights.check(plain)
+                if id(plain) not in self._own:
+                    self._weights.check(plain)
                 if plain is not tensor and not self._gradients:
                     self._gradients.append(traceback.extract_stack())
         if "generator" in kwargs:
@@ -218,9 +220,27 @@ class _Functions(TorchFunctionMode):
 
     def _read_node(self, func: Any, tensor: torch.Tensor) -> Any:
         node = func(tensor)
-        if node is not None and not sys._getframe(2).f_code.co_filename.startswith(INSIDE):
+        if node is not None and _asked_by_user():
             _node_read()
         return node
+
+    def _read_grad(self, func: Any, tensor: torch.Tensor) -> Any:
+        if id(tensor) in self._own and _asked_by_user():
+            raise RuleRefused(
+                "a read of `.grad` of a parameter",
+                "the graph has no input for the gradients of earlier steps",
+                "pass its values to the model:  model(x, gradient)",
+            )
+        return func(tensor)
+
+    def _read_version(self, func: Any, tensor: torch.Tensor) -> Any:
+        if _asked_by_user():
+            raise RuleRefused(
+                "a read of `_version` of a tensor",
+                "it counts writes, which is no value of a graph",
+                "count in the script, and read that in the forward:  model.version += 1",
+            )
+        return func(tensor)
 
     def _retain_grad(self, func: Any, tensor: torch.Tensor) -> Any:
         if tensor.is_leaf:
@@ -268,6 +288,8 @@ _NAMES = {
     torch.Tensor.data.__get__: "read_data",  # type: ignore[attr-defined]
     torch.Tensor.data.__set__: "write_data",  # type: ignore[attr-defined]
     torch.Tensor.grad_fn.__get__: "read_node",  # type: ignore[attr-defined]
+    torch.Tensor.grad.__get__: "read_grad",  # type: ignore[attr-defined]
+    version_read: "read_version",
     torch.Tensor.retain_grad: "retain_grad",
     torch.Tensor.register_post_accumulate_grad_hook: "post_hook",
     torch.Tensor.register_hook: "hook",
@@ -285,6 +307,12 @@ def _default_generator(kwargs: dict[str, Any]) -> dict[str, Any]:
             raise OwnGenerator
         return {name: value for name, value in kwargs.items() if name != "generator"}
     return kwargs
+
+
+def _asked_by_user() -> bool:
+    """Whether the code that calls a torch function, two frames above a method of `_Functions`, is
+    the user's."""
+    return not sys._getframe(3).f_code.co_filename.startswith(INSIDE)
 
 
 def _node_read() -> None:

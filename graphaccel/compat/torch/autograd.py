@@ -10,6 +10,10 @@ from unittest.mock import patch
 import torch
 import torch.utils.checkpoint
 
+_Tensor: Any = torch.Tensor
+version_read = _Tensor._version.__get__
+"""The function that reads how often a tensor was written in place."""
+
 
 @contextmanager
 def without_tensor_hooks(tensors: Iterable[torch.Tensor]) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -30,6 +31,21 @@ def exporting() -> Iterator[None]:
         yield
     finally:
         torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = flags
+
+
+@contextmanager
+def keywords_as_names() -> Iterator[None]:
+    """Meanwhile the code of a graph reads a submodule that is named like a Python keyword (a key of
+    an `nn.ModuleDict`) by `getattr`; torch writes `self.heads.class`, which is a SyntaxError."""
+
+    def read(base: str, target: str) -> str:
+        for name in target.split("."):
+            plain = name.isidentifier() and not keyword.iskeyword(name)
+            base = f"{base}.{name}" if plain else f"getattr({base}, {name!r})"
+        return base
+
+    with patch.object(torch.fx.graph, "_format_target", read, create=True):
+        yield
 
 
 @contextmanager

@@ -30,6 +30,17 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
     return [v for v in values if isinstance(v, fx.Node)]
 
 
+def is_higher_order(target: Any) -> bool:
+    """Whether the target of a call is an operator on graphs or other operators."""
+    return isinstance(target, torch._ops.HigherOrderOperator)
+
+
+def written_by(node: fx.Node) -> str:
+    """The name of the op that a call to a higher-order operator makes functional; "" if none."""
+    functional = "auto_functionalized" in str(node.target) and node.args
+    return node.args[0].name() if functional else ""  # type: ignore[union-attr]
+
+
 def is_view(node: fx.Node) -> bool:
     """Whether a call returns a view of its input and writes nothing."""
     declared = getattr(node.target, "_schema", None)

@@ -1,0 +1,53 @@
+"""Forwards with submodules of any name, vmapped weights, and anomaly mode around the step, against
+eager mode in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.support.steps import WIDTH, assert_as_eager
+
+
+class Heads(nn.Module):
+    """Heads under names that are Python keywords or no names at all, one of them without a use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        heads = {name: nn.Linear(WIDTH, WIDTH) for name in ("class", "a b", "lambda", "1")}
+        self.heads = nn.ModuleDict(heads)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = torch.tanh(self.heads["a b"](x)) + self.heads["1"](x)
+        return F.mse_loss(self.heads["class"](hidden), y)
+
+
+class Ensemble(nn.Module):
+    """Three stacked layers, each applied to the batch by vmap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, WIDTH, WIDTH))
+        self.bias = nn.Parameter(torch.randn(3, WIDTH))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        def loss(weight: Tensor, bias: Tensor) -> Tensor:
+            return F.mse_loss(torch.tanh(x @ weight + bias), y)
+
+        return torch.vmap(loss)(self.weight, self.bias).mean()
+
+
+def test_submodules_named_like_keywords() -> None:
+    assert_as_eager(Heads)
+
+
+def test_parameters_under_vmap() -> None:
+    assert_as_eager(Ensemble)
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_anomaly_mode_around_the_step() -> None:
+    with torch.autograd.detect_anomaly():
+        assert_as_eager(Heads)
