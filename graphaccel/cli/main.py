@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from graphaccel import __version__
+from graphaccel.cli.output import drop_output, flushed
 from graphaccel.cli.pin_options import add_pins, pin_pairs, pins_of
 from graphaccel.cli.train import add_train
 from graphaccel.cli.values import (
@@ -38,6 +39,7 @@ from graphaccel.planner.plan.option_values import byte_count, positive
 
 NOTHING_FITS = 3
 INTERRUPTED = 130  # 128 + SIGINT
+BROKEN_PIPE = 141  # 128 + SIGPIPE
 _EXIT_CODES = {UnknownDevice: 2, BadCluster: 2, InfeasiblePlan: NOTHING_FITS}
 
 
@@ -49,7 +51,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = build_parser().parse_args(argv)
     command: Callable[[argparse.Namespace], int] = arguments.run_command
     try:
-        return command(arguments)
+        with flushed():
+            return command(arguments)
+    except BrokenPipeError:
+        drop_output()
+        return BROKEN_PIPE
     except KeyboardInterrupt:
         print("graphaccel: interrupted", file=sys.stderr)
         return INTERRUPTED

@@ -8,7 +8,9 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import TextIO
 
 import torch
 
@@ -16,7 +18,7 @@ from graphaccel.api import cluster_here
 from graphaccel.arguments import check_can_run, read_plan, with_checkpointing
 from graphaccel.cli.jobs import Job, find_job
 from graphaccel.cli.measure import check_here, measure
-from graphaccel.cli.output import writing
+from graphaccel.cli.output import report_alone, writing
 from graphaccel.cli.pin_options import pins_of
 from graphaccel.cli.sweep import sweep_command
 from graphaccel.compiler.compiler import Compiler
@@ -58,10 +60,16 @@ def plan_command(args: argparse.Namespace) -> int:
     Raises GraphAccelError where no plan exists, KeyboardInterrupt where none was found yet, and
     what the user's file raises.
     """
-    if args.compare:
-        a, b = args.compare
-        print(comparison(_read(a), _read(b), names=(str(a), str(b))), end="")
-        return 0
+    with report_alone() as out:
+        if args.compare:
+            a, b = args.compare
+            print(comparison(_read(a), _read(b), names=(str(a), str(b))), end="", file=out)
+            return 0
+        return _plan_job(args, out)
+
+
+def _plan_job(args: argparse.Namespace, out: TextIO) -> int:
+    """Plan one job and print the report to `out`."""
     where = chosen_cluster(args)
     if args.measure is not None:
         check_here(cluster_name(where), where.count)
@@ -79,7 +87,8 @@ def plan_command(args: argparse.Namespace) -> int:
     if args.batch is not None:
         job = replace(job, batch=compiler.of_size(job.batch, args.batch))
     if args.sweep is not None:
-        return sweep_command(args, job, compiler, lambda count: chosen_cluster(args, count))
+        clusters = partial(chosen_cluster, args)
+        return sweep_command(args, job, compiler, clusters, out)
     if args.check:
         step, sizes = compiler.capture(job.batch)
         prove(pair_of(job.model, job.loss_fn, step, job.batch, sizes))
@@ -100,9 +109,9 @@ def plan_command(args: argparse.Namespace) -> int:
     written = _save(args, plan)
     facts, problem = _with_extras(result)
     try:
-        _show(args, facts)
+        _show(args, facts, out)
     finally:  # also for a plan that another system cannot run
-        _say((*written, *_write(result, facts)), args)
+        _say((*written, *_write(result, facts)), args, out)
     if problem is not None:
         raise problem
     return 0 if program is not None else INTERRUPTED
@@ -298,14 +307,15 @@ def _with_extras(planned_job: _PlannedJob) -> tuple[Facts, BaseException | None]
     return facts, problem
 
 
-def _show(args: argparse.Namespace, facts: Facts) -> None:
-    """Print what goes to standard output."""
+def _show(args: argparse.Namespace, facts: Facts, out: TextIO) -> None:
+    """Print the report."""
     if args.export is not None:
-        print(export(facts, args.export), end="")
+        shown = export(facts, args.export)
     elif args.format == "json":
-        print(facts.to_json(), end="")
+        shown = facts.to_json()
     else:
-        print(facts_text(facts) if args.explain else brief_text(facts), end="")
+        shown = facts_text(facts) if args.explain else brief_text(facts)
+    print(shown, end="", file=out)
 
 
 def _save(args: argparse.Namespace, plan: Plan) -> list[str]:
@@ -341,13 +351,12 @@ def _write(planned_job: _PlannedJob, facts: Facts) -> Iterator[str]:
         yield f"{args.trace}: open it at  https://ui.perfetto.dev"
 
 
-def _say(written: Iterable[str], args: argparse.Namespace) -> None:
+def _say(written: Iterable[str], args: argparse.Namespace, out: TextIO) -> None:
     """Print which files were saved, to stderr where stdout has data."""
     data = args.format == "json" or args.export is not None
-    out = sys.stderr if data else sys.stdout
     for place, line in enumerate(written):
         blank = "\n" if place == 0 and not data else ""
-        print(f"{blank}saved {line}", file=out)
+        print(f"{blank}saved {line}", file=sys.stderr if data else out)
 
 
 def _read(file: Path) -> Plan:

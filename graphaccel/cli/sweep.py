@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from typing import TextIO
 
 from graphaccel.cli.jobs import Job
 from graphaccel.cli.output import writing
@@ -23,9 +24,13 @@ NOTHING_FITS = 3
 
 
 def sweep_command(
-    args: argparse.Namespace, job: Job, compiler: Compiler, cluster: Callable[[int], Cluster]
+    args: argparse.Namespace,
+    job: Job,
+    compiler: Compiler,
+    cluster: Callable[[int], Cluster],
+    out: TextIO,
 ) -> int:
-    """Print the table of `args.sweep`, and write what else was asked for.
+    """Print the table of `args.sweep` to `out`, and write what else was asked for.
 
     cluster: the hardware with so many devices. Returns 0, or 3 where no size has a plan.
     """
@@ -40,7 +45,7 @@ def sweep_command(
         price=args.price,
         rows=tuple(_row(point, args.price) for point in points),
     )
-    print(table.to_json() if args.format == "json" else sweep_text(table), end="")
+    print(table.to_json() if args.format == "json" else sweep_text(table), end="", file=out)
     if args.html is not None:
         with writing(args.html):
             args.html.write_text(sweep_html(table), encoding="utf-8")

@@ -80,6 +80,8 @@ def code_or_target(text: str) -> str | tuple[Path, str | None]:
 def _code(text: str) -> str:
     if (text.endswith(".json") and Path(text).is_file()) or text == "passes":
         return text
+    if text.endswith(".json"):
+        raise argparse.ArgumentTypeError(f"there is no file {text!r}")
     if text.upper() not in error_classes():
         known = ", ".join(error_classes())
         raise argparse.ArgumentTypeError(f"there is no error {text!r}; there are {known}")

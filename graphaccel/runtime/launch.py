@@ -79,7 +79,7 @@ def run_script(
 ) -> int:
     """Runs `python *argv` as `devices` processes on this machine and waits.
 
-    argv: a script and its arguments, or ("-m", module, arguments...).
+    argv: a script and its arguments, or options of Python and then those.
     torchrun_flags: further flags of torch's launcher, e.g. ("--nnodes=2", "--node-rank=0", ...);
         without any, the job is this machine alone.
     all_output: show every rank's standard output, not only the first's.
@@ -88,7 +88,13 @@ def run_script(
 
     Raises:
         TooManyDevices: more devices than this machine has (GA205).
+        GraphMisuse: there is no such script (GA407).
     """
+    if not (argv[0].startswith("-") or os.path.exists(argv[0])):
+        raise GraphMisuse(
+            what=f"there is no file {argv[0]!r}",
+            help_line=f"graphaccel run --devices {devices} train.py",
+        )
     return launch(devices, [sys.executable, "-u", *argv], torchrun_flags, all_output)
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import random
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -152,6 +154,70 @@ def test_what_a_script_prints_is_not_in_the_report_and_a_full_disk_is_named(
     assert cli.main([*command, "--json", "/dev/full"]) == 1
     said = "error[GA407]: `/dev/full` can not be written: No space left on device"
     assert said in capsys.readouterr().err
+
+
+NOISY = """
+import os
+import torch
+from torch import nn
+
+class Noisy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(4, 4)
+
+    def forward(self, x):
+        print("forward says hello")
+        return self.out(x).square().mean()
+
+def job():
+    os.system("echo a child says hello")
+    os.write(1, b"a descriptor says hello\\n")
+    return Noisy(), torch.randn(4, 4)
+"""
+
+
+def _command(folder: Path, *words: str, stdout: Any = subprocess.PIPE) -> Any:
+    line = [sys.executable, "-m", "graphaccel", *words]
+    environment = {**os.environ, "PYTHONPATH": str(Path(graphaccel.__file__).parents[1])}
+    return subprocess.run(
+        line, cwd=folder, env=environment, stdout=stdout, stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_what_models_and_child_processes_print_is_not_in_the_report(tmp_path: Path) -> None:
+    (tmp_path / "noisy.py").write_text(NOISY)
+    words = ("plan", "noisy.py:job", "--devices", "1", "--device", "cpu", "--format", "json")
+    done = _command(tmp_path, *words)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["schema"] == 1
+    for who in ("forward", "a child", "a descriptor"):
+        assert f"{who} says hello" in done.stderr
+
+
+def test_output_that_can_not_be_written_is_no_traceback(tmp_path: Path) -> None:
+    with open("/dev/full", "w") as full:
+        done = _command(tmp_path, "explain", "GA101", stdout=full)
+    assert done.returncode == 1
+    said = "error[GA407]: standard output can not be written: No space left on device\n"
+    assert done.stderr.startswith(said)
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = _command(tmp_path, "explain", "GA101", stdout=writer)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_files_that_are_not_there_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        cli.main(["explain", "plan.json"])
+    assert end.value.code == 2
+    assert "there is no file 'plan.json'" in capsys.readouterr().err
+    assert cli.main(["run", "--devices", "2", "train.py"]) == 1
+    assert "error[GA407]: there is no file 'train.py'\n" in capsys.readouterr().err
 
 
 def test_a_fusion_is_not_named_by_a_keyword(tmp_path: Path, monkeypatch: Any) -> None:
