@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support.captures import FOLDER
-from tests.support.cases import some_cases
+from tests.support.cases import processes_of, some_cases
 from tests.support.pool import Pool
 
 pytest_plugins = ("tests.support.fixtures",)
@@ -69,7 +69,10 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Folders whose files take longest first, so that two processes end at the same time."""
     if config.getoption("--cases") == "some":
-        chosen = some_cases({item.nodeid: _parameters(item) for item in items})
+        chosen = some_cases(
+            {item.nodeid: _parameters(item) for item in items},
+            {item.nodeid: _processes(item) for item in items},
+        )
         config.hook.pytest_deselected(items=[i for i in items if i.nodeid not in chosen])
         items[:] = [i for i in items if i.nodeid in chosen]
     tests = Path(__file__).parent
@@ -92,6 +95,12 @@ def _parameters(item: pytest.Item) -> dict[str, Hashable]:
         name: value if isinstance(value, plain) else ("place", call.indices[name])
         for name, value in call.params.items()
     }
+
+
+def _processes(item: pytest.Item) -> int:
+    call = getattr(item, "callspec", None)
+    module = getattr(item, "module", None)
+    return 1 if call is None else processes_of(call.params, vars(module) if module else {})
 
 
 def pytest_collection_finish() -> None:

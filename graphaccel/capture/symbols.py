@@ -221,13 +221,24 @@ def fit(
     """
     if all(_same(o, value) for o in others) or value == 0:
         return value
+    return _fitted(value, tuple(others), tuple(base[symbol] for symbol, _ in points), tuple(points))
+
+
+@lru_cache(maxsize=1 << 16, typed=True)
+def _fitted(
+    value: int | float,
+    others: tuple[int | float, ...],
+    starts: tuple[int, ...],
+    points: tuple[tuple[sympy.Symbol, int], ...],
+) -> sympy.Expr:
+    """`fit` of a value that changes; starts: the base size of each point's symbol. A graph has few
+    different sizes, and sympy takes a millisecond for each."""
     expression: Any = (
         sympy.Rational(Fraction(value)) if isinstance(value, float) else sympy.Integer(value)
     )
-    for (symbol, size), other in zip(points, others, strict=True):
+    for (symbol, size), start, other in zip(points, starts, others, strict=True):
         if other == value:
             continue
-        start = base[symbol]
         if isinstance(value, float):
             power = _power(value, other, size / start)
             assert power is not None  # `same_structure` has checked it

@@ -56,11 +56,10 @@ def test_it_learns_and_resumes_where_it_stopped(run_here, tmp_path: Path) -> Non
 
 
 @pytest.mark.multiprocess
-def test_two_processes_print_and_save_what_one_does(run_here, run_apart, tmp_path: Path) -> None:
+def test_two_processes_print_and_save_what_one_does(run_here, run_ranks, tmp_path: Path) -> None:
     one, two = tmp_path / "one.pt", tmp_path / "two.pt"
     plain = run_here("nanogpt/train_plain.py", *SMALL, "--max-iters=6", f"--out={one}")
-    launch = ("-m", "graphaccel", "run", "--devices", "2", str(FOLDER / "train.py"))
-    ours = numbers(run_apart(*launch, *SMALL, "--max-iters=6", f"--out={two}"))
+    ours = numbers(run_ranks("nanogpt/train.py", *SMALL, "--max-iters=6", f"--out={two}"))
     expected = numbers(plain)
     assert list(ours) == list(expected)
     for step, losses in expected.items():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Mapping
+from math import prod
+from typing import Any
 from zlib import crc32
 
 WHOLE = ("cli", "docs", "errors", "support")
@@ -28,15 +30,39 @@ HEAVY = (
 Cases = Mapping[str, Mapping[str, Hashable]]
 """Test ids in the order of collection → the parameters of each: name → value."""
 
+_AXES = ("data", "tensor", "pipeline", "context", "expert")
 
-def some_cases(cases: Cases) -> set[str]:
+
+def processes_of(parameters: Mapping[str, Any], tables: Mapping[str, Any]) -> int:
+    """How many processes a case needs: that of its plan, `(processes, pins)`, or of its pins.
+
+    tables: names of the test's module; a parameter may be a key of one of its mappings.
+    """
+    named = [value for name, value in tables.items() if name.isupper() and isinstance(value, dict)]
+    values = list(parameters.values())
+    values += [table[v] for v in values if isinstance(v, str) for table in named if v in table]
+    return max(map(_processes, values), default=1)
+
+
+def _processes(value: object) -> int:
+    if isinstance(value, Mapping):
+        return prod(n for axis in _AXES if type(n := value.get(axis)) is int)
+    if isinstance(value, tuple):
+        counts = [v for v in value if type(v) is int]
+        return max(counts + [_processes(v) for v in value if isinstance(v, Mapping)], default=1)
+    return 1
+
+
+def some_cases(cases: Cases, processes: Mapping[str, int] | None = None) -> set[str]:
     """The ids of the cases of a quick run, the same in every run.
 
     Every test has at least one case, and at most a third of its cases (at least two), or a sixth
     (at least one) in HEAVY. Within that number, a case comes first that has parameter values which
     no chosen case of the file has yet, so that tests with the same parameter share its values;
-    in HEAVY there are no other cases. Ties are broken by a checksum of the id.
+    in HEAVY there are no other cases. Of cases with as many new values, the one with the fewest
+    processes comes first, then a checksum of the id decides. processes: by test id.
     """
+    processes = processes or {}
     tests: dict[str, list[str]] = defaultdict(list)
     for name in cases:
         tests[name.split("[", 1)[0]].append(name)
@@ -49,8 +75,9 @@ def some_cases(cases: Cases) -> set[str]:
             continue
         heavy = folder in HEAVY
         limit = max(1, -(-len(names) // 6)) if heavy else max(2, -(-len(names) // 3))
+        order = sorted(names, key=lambda n: (processes.get(n, 1), crc32(n.encode()), n))
         chosen |= _covering(
-            {name: cases[name] for name in names}, seen[test.split("::", 1)[0]], limit, heavy
+            {name: cases[name] for name in order}, seen[test.split("::", 1)[0]], limit, heavy
         )
     return chosen
 
@@ -58,9 +85,9 @@ def some_cases(cases: Cases) -> set[str]:
 def _covering(
     cases: Cases, seen: set[tuple[str, Hashable]], limit: int, only_new: bool
 ) -> set[str]:
-    """At most `limit` cases of one test; adds their values to `seen`. only_new: after the first,
-    only cases with a value that is not in `seen`."""
-    left = sorted(cases, key=lambda name: (crc32(name.encode()), name))
+    """At most `limit` cases of one test, of equal ones the first; adds their values to `seen`.
+    only_new: after the first, only cases with a value that is not in `seen`."""
+    left = list(cases)
     chosen: set[str] = set()
     while left and len(chosen) < limit:
         best = max(left, key=lambda name: len(cases[name].items() - seen))

@@ -112,7 +112,7 @@ def run_plan(
     planned = captured_casts if pins["check"] == "off" else casts
     with casts(dtype, lift):  # models compute constants, too
         model, batch, loss_fn = build(name, dtype)
-    with planned(dtype, lift), observed_once(f"{name} {dtype}"), packed_once():
+    with planned(dtype, lift), observed_once(name), packed_once():
         model, optimizer = graphaccel.optimize(
             model, make_optimizer(model), loss_fn=loss_fn, **pins
         )

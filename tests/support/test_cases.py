@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from itertools import product
 
-from tests.support.cases import some_cases
+from tests.support.cases import processes_of, some_cases
 
 
 def _cases(test: str, **values: tuple[Hashable, ...]) -> dict[str, dict[str, Hashable]]:
@@ -61,3 +61,18 @@ def test_every_value_of_a_parameter_occurs() -> None:
 def test_texts_are_checked_whole() -> None:
     cases = _cases("tests/errors/test_texts.py::test_text", n=tuple(range(9)))
     assert some_cases(cases) == set(cases)
+
+
+def test_of_equal_cases_the_one_with_the_fewest_processes_is_taken() -> None:
+    cases = _cases("tests/gloo/test_a.py::test_x", plan=("a", "b", "c", "d"))
+    for fewest in cases:
+        assert some_cases(cases, {name: 8 - 6 * (name == fewest) for name in cases}) == {fewest}
+
+
+def test_processes_of_a_case() -> None:
+    tables = {"PLANS": {"zero": (2, {"data": 2}), "stages": (4, {}), "both": {"data": 2}}}
+    assert processes_of({"plan": "zero", "model": "gpt"}, tables) == 2
+    assert processes_of({"plan": "stages"}, tables) == 4
+    assert processes_of({"plan": "both"}, tables) == 2
+    assert processes_of({"pins": {"data": 2, "pipeline": 4, "zero": 3}}, {}) == 8
+    assert processes_of({"fusions": True}, {}) == 1

@@ -9,6 +9,7 @@ import torch
 from torch.optim import SGD
 
 import graphaccel
+from tests.support.captures import captures_of
 from tests.support.mixing import LOSSES, Model, batch
 from tests.support.parity import least_peaks, tensors_alive
 from tests.support.pool import Pool
@@ -51,7 +52,8 @@ def planned(name: str, pins: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(0)
     model = Model(LOSSES[name])
     model, optimizer = graphaccel.optimize(model, SGD(model.parameters(), lr=0.3), **pins)
-    losses = train(model, optimizer)
+    with captures_of(f"two passes {name}"):
+        losses = train(model, optimizer)
     state = {k: v.clone() for k, v in graphaccel.full_state_dict(model).items()}
     return {"losses": losses, "state": state if torch.distributed.get_rank() == 0 else {}}
 
@@ -76,7 +78,8 @@ def peaks(name: str, pins: dict[str, Any]) -> tuple[int, int]:
     model = Model(LOSSES[name], width=64)
     model, optimizer = graphaccel.optimize(model, SGD(model.parameters(), lr=0.3), **pins)
     inputs = batch(512)
-    model(*inputs).backward()
+    with captures_of(f"two passes {name}"):
+        model(*inputs).backward()
     optimizer.step()
     predicted = model.graphaccel.predicted_pass_bytes
     return predicted, least_peaks(model, inputs, None, others, (predicted, 0))[0][0]

@@ -75,7 +75,7 @@ def run_axes(name: str, pins: dict[str, Any], world: int) -> dict[str, Any]:
     """One step of this rank: loss, gradients as this rank has them, and where they belong."""
     with lift_loss_cast():
         model, batch, loss_fn = build(name, "float64")
-    with lift_captured_casts(), observed_once(f"{name} float64"), packed_once():
+    with lift_captured_casts(), observed_once(name), packed_once():
         leaves = as_batch(batch)
         cluster = cluster_here(world, torch.device("cpu"))
         compiler = Compiler(Model(model, loss_fn, 2.0), cluster, pins)

@@ -66,7 +66,7 @@ def _one_sided() -> tuple[float, float, dict[str, float], float]:
         true = true.item()
         wanted = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    with lift_captured_casts(), observed_once("mixtral float64"), packed_once():
+    with lift_captured_casts(), observed_once("mixtral"), packed_once():
         pins = {"expert": 2, "data": 1, "pipeline": 1, "recompute": "none", "check": "off"}
         model, _ = graphaccel.optimize(
             model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=loss_fn, **pins
@@ -108,7 +108,7 @@ def test_a_rank_whose_experts_nobody_chose(pool: Pool) -> None:
 def _cut_inside() -> str:
     with lift_loss_cast():
         model, batch, loss_fn = build("mixtral", "float64")
-    with lift_captured_casts(), observed_once("mixtral float64"), packed_once():
+    with lift_captured_casts(), observed_once("mixtral"), packed_once():
         pins = {"expert": 2, "data": 1, "pipeline": 2, "microbatches": 2, "cuts": ("silu_1",)}
         model, _ = graphaccel.optimize(
             model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=loss_fn, **pins

@@ -9,8 +9,12 @@ import pytest
 import torch.distributed as dist
 
 from graphaccel.planner.plan.axis_order import AXES, coordinates
-from tests.support.parity import Reference, build, compare, reference, run_plan
+from tests.support.captures import observed_once, packed_once
+from tests.support.casts import lift_captured_casts
+from tests.support.inside import captures_in
+from tests.support.parity import Reference, build, compare, reference, run_plan, zoo_captures
 from tests.support.pool import Pool
+from tests.support.zoo import call
 
 pytestmark = pytest.mark.multiprocess
 
@@ -55,10 +59,11 @@ def _places(pins: dict[str, Any]) -> tuple[dict[str, int], dict[str, list[int]]]
     """This rank's coordinates, and the ranks of its group on each axis, as torch has them."""
     import graphaccel
 
-    model, _, loss_fn = build("gpt", "float64")
-    model = graphaccel.optimize(model, loss_fn=loss_fn, **pins)
-    _, batch, _ = build("gpt", "float64")
-    model(**batch) if isinstance(batch, dict) else model(*batch)
+    model, batch, loss_fn = build("gpt", "float64")
+    with lift_captured_casts(), observed_once("gpt"), packed_once():
+        model = graphaccel.optimize(model, loss_fn=loss_fn, check="off", **pins)
+        captures_in(model).steps = zoo_captures("gpt", "float64")
+        call(model, batch)
     mesh = model.graphaccel.session.mesh
     axes = [axis for axis in AXES if mesh.sizes[axis] > 1]
     mesh.ensure(axes)

@@ -19,6 +19,7 @@ from graphaccel.planner.plan.prediction import Phases
 from graphaccel.runtime.execution.executor import Executor
 from graphaccel.runtime.meter import PeakMeter
 from graphaccel.runtime.session import Session
+from tests.support.captures import captures_of
 from tests.support.gpt import GPT
 from tests.support.pool import Pool
 
@@ -103,6 +104,7 @@ def _watched(seen: _Seen) -> Iterator[None]:
 _held: list[torch.Tensor] = []
 
 
+@captures_of("phases")
 def _phases(pins: dict[str, Any], foreach: bool, deferred: bool) -> tuple[Phases, dict[str, int]]:
     """(what is predicted of this rank, what it took)."""
     batch, seen = _batch(), _Seen()
@@ -171,15 +173,26 @@ def test_loading_without_weights(pool: Pool, case: str) -> None:
 def _run(
     pool: Pool, case: str, foreach: bool, deferred: bool
 ) -> list[tuple[Phases, dict[str, int]]]:
-    """(what is predicted, the least that two runs took) of each rank: gloo's thread lets go of what
-    it received when it comes to it, which may be late on a busy machine."""
+    """(what is predicted, what it took) of each rank. A run that takes more than predicted is
+    repeated and the smaller value counts: on a busy machine gloo's thread frees what it received
+    late."""
     pins = CASES[case]
-    tries = [
-        pool.run(pins.get("devices", 2), _phases, pins, foreach, deferred) for _ in range(_TRIES)
-    ]
-    least = []
-    for of_rank in zip(*tries, strict=True):
-        said, found = of_rank[0]
-        assert all(again == said for again, _ in of_rank)
-        least.append((said, {name: min(one[name] for _, one in of_rank) for name in found}))
+    least: list[tuple[Phases, dict[str, int]]] = []
+    for _ in range(_TRIES):
+        ranks = pool.run(pins.get("devices", 2), _phases, pins, foreach, deferred)
+        for rank, (said, before) in enumerate(least):
+            repeated, found = ranks[rank]
+            assert repeated == said
+            ranks[rank] = said, {name: min(found[name], before[name]) for name in found}
+        least = ranks
+        if not any(_above(said, found, deferred) for said, found in least):
+            break
     return least
+
+
+def _above(said: Phases, found: dict[str, int], deferred: bool) -> bool:
+    """Whether a phase takes more than predicted; of a deferred model, loading it."""
+    if deferred:
+        return found["load"] > (1 + NEAR) * said.load
+    predicted = {name: getattr(said, name) for name in found} | {"load": said.load_built}
+    return any(found[name] > (1 + NEAR) * predicted[name] for name in found)

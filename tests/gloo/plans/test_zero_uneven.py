@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 import graphaccel
 from graphaccel.runtime.parameters.sharded import ShardTensor
 from tests.gloo.plans.test_uneven import train
+from tests.support.captures import captures_of
 from tests.support.gpt import GPT
 from tests.support.parity import least_peaks, stored, tensors_alive
 from tests.support.pool import Pool
@@ -57,6 +58,7 @@ def made() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, eps=1e-3)
 
 
+@captures_of("uneven shards")
 def run(world: int, pins: dict[str, Any], folder: str) -> dict[str, Any]:
     model, optimizer = made()
     ids = torch.zeros(12, 8, dtype=torch.long)
@@ -115,6 +117,7 @@ def test_a_step_is_that_of_one_device(pool: Pool, plan: str) -> None:
         assert all(rank["whole"] == {"scale": "no dim of [4] can be shared by 3"} for rank in got)
 
 
+@captures_of("uneven shards")
 def _bytes(zero: int, accumulation: str) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes on this rank, as measured and as predicted."""
     others = [tensor.untyped_storage() for tensor in tensors_alive()]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import graphaccel
+from tests.support.captures import captures_of
 from tests.support.pool import Pool
 
 pytestmark = pytest.mark.multiprocess
@@ -35,6 +36,7 @@ def _config() -> Any:
     )  # fmt: skip
 
 
+@captures_of("Hugging Face folder")
 def _trained(folder: str) -> list[torch.Tensor]:
     """The logits of each plan's model after its steps."""
     from transformers import GPT2LMHeadModel

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import graphaccel
 from graphaccel.errors import ElsewhereNeeded
+from tests.support.captures import captures_of
 from tests.support.pool import Pool
 
 pytestmark = pytest.mark.multiprocess
@@ -67,6 +68,7 @@ PARTS: dict[str, Callable[[Any], Parameters]] = {
 }
 
 
+@captures_of("clipped parts")
 def _clipped(ranks: int, tied: bool) -> float:
     """The largest difference from plain of all weights after a step with each clip of each part."""
     torch.manual_seed(0)
@@ -96,6 +98,7 @@ def test_parameters_of_some_stages_are_clipped_as_on_one_device(pool: Pool, rank
     assert max(pool.run(ranks, _clipped, ranks, False, timeout_s=60)) < 1e-12
 
 
+@captures_of("clipped parts")
 def _tied() -> str:
     """The tied weight is on two ranks, the bias on one of them: the other one can not know whether
     the first comes to it for the norm."""

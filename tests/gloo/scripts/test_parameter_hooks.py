@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import graphaccel
+from tests.support.captures import captures_of
 from tests.support.pool import Pool
 from tests.support.scripts import Wrap, furthest, weights
 
@@ -98,6 +99,7 @@ def data_assigned(wrap: Wrap) -> Iterator[Tensor]:
 SCRIPTS = {f.__name__: f for f in (gradient_hooks, optimizer_in_backward, data_assigned)}
 
 
+@captures_of("parameter hooks")
 def _all_equal(plan: str) -> dict[str, float]:
     return {name: furthest(script, PLANS[plan]) for name, script in SCRIPTS.items()}
 
@@ -108,6 +110,7 @@ def test_as_plain(pool: Pool, plan: str) -> None:
         assert {name: error for name, error in found.items() if not error < 1e-12} == {}
 
 
+@captures_of("parameter hooks")
 def _refused(plan: str) -> list[str]:
     """What is said of data of another shape, and of one vector of all parameters."""
     model = graphaccel.optimize(Net().double(), example_batch=_batch(0), **PLANS[plan])

@@ -19,6 +19,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import graphaccel
 from graphaccel.errors import PartOfModel
+from tests.support.captures import captures_of
 from tests.support.pool import Pool
 from tests.support.small import Classifier, small_batch
 
@@ -38,6 +39,7 @@ def _gpt2() -> GPT2LMHeadModel:
     return GPT2LMHeadModel(config)
 
 
+@captures_of("saved")
 def _trained(model: nn.Module, **pins: Any) -> nn.Module:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ids = torch.randint(0, 32, (4, 8), generator=torch.Generator().manual_seed(1))

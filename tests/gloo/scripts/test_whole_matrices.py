@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import graphaccel
 from graphaccel import errors
+from tests.support.captures import captures_of
 from tests.support.pool import Pool
 
 pytestmark = pytest.mark.multiprocess
@@ -123,6 +124,7 @@ def _furthest(plain: nn.Module, ours: nn.Module) -> float:
     return max((state[n] - v).abs().max().item() for n, v in plain.state_dict().items())
 
 
+@captures_of("whole matrices")
 def _stepped(name: str) -> list[float]:
     furthest = []
     for pins in PLANS:
@@ -141,6 +143,7 @@ def test_as_on_one_device(pool: Pool, name: str) -> None:
         assert max(furthest) < 1e-12, furthest
 
 
+@captures_of("whole matrices")
 def _resumed(name: str, folder: str) -> float:
     """Trained and saved under ZeRO 3, resumed under tensor, then under ZeRO 1."""
     plain, optimizer, ours, own = _pair(name, {"data": 2, "zero": 3})
@@ -162,6 +165,7 @@ def test_a_checkpoint_moves_between_plans(pool: Pool, name: str, tmp_path: Path)
     assert max(pool.run(2, _resumed, name, str(tmp_path))) < 1e-12
 
 
+@captures_of("whole matrices")
 def _refused(name: str, pins: dict[str, Any]) -> str:
     with pytest.raises(errors.NotElementwise) as caught:
         _pair(name, pins)
@@ -194,6 +198,7 @@ def test_state_that_looks_like_a_shard_is_refused_by_name(pool: Pool) -> None:
         assert reason.startswith("its state 'right' of shape [4, 4] is whole, and has the shape of")
 
 
+@captures_of("whole matrices")
 def _packed_state() -> str:
     _, _, ours, own = _pair("PackedState", {"data": 2, "zero": 3})
     ours(*_batch()).backward()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from graphaccel.planner.search.bounds import Bounds, columns
 from graphaccel.planner.search.branch_and_bound import seconds
 from graphaccel.planner.search.candidates import shapes
 from graphaccel.planner.search.solve import Problem, with_cuts_and_blocks
+from tests.support.captures import captures_of
 from tests.support.zoo import ZOO, call, double, loss_of
 
 MadeUp = Callable[..., Cluster]
@@ -46,21 +47,33 @@ def example() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     return transformers.LlamaForCausalLM(config).train(), {"input_ids": ids, "labels": ids.clone()}
 
 
+@pytest.fixture(autouse=True)
+def _shared_captures() -> Iterator[None]:
+    with captures_of("loss chunk"):
+        yield
+
+
 @pytest.fixture(scope="module")
 def step() -> StepGraph:
     model, batch = example()
     compiler = Compiler(Model(model, None, 8), cluster("cpu", 1), {})
-    return compiler.capture(as_batch(batch))[0]
+    with captures_of("loss chunk"):
+        return compiler.capture(as_batch(batch))[0]
+
+
+@pytest.fixture(scope="module")
+def fused(step: StepGraph) -> Profile:
+    return Profile(fuse(step, plan_of()))
 
 
 def plan_of(**decided: Any) -> Plan:
     return Plan(1, batch=BATCH, fusions=HEAD).decided(**decided)
 
 
-def problem_of(step: StepGraph, where: Cluster) -> Problem:
+def problem_of(fused: Profile, where: Cluster) -> Problem:
     """On devices whose products take no time but that of what they move."""
     where = replace(where, device=replace(where.device, peak_flops={"float32": 1e15}))
-    return Problem(Layouts(Profile(fuse(step, plan_of()))), where, 8, Limits())
+    return Problem(Layouts(fused), where, 8, Limits())
 
 
 def test_the_call_is_told(step: StepGraph) -> None:
@@ -72,9 +85,9 @@ def test_the_call_is_told(step: StepGraph) -> None:
     assert told(plan_of(loss_chunk=128)) == [128]
 
 
-def test_time_and_memory_go_against_each_other(step: StepGraph, made_up: MadeUp) -> None:
+def test_time_and_memory_go_against_each_other(fused: Profile, made_up: MadeUp) -> None:
     """Each chunk more reads and adds up the weight again; the logits of each are float32."""
-    problem = problem_of(step, made_up(1))
+    problem = problem_of(fused, made_up(1))
     sizes = problem.sized(plan_of()).chunks
     assert sizes[-1] == 128
     assert all(size < BATCH * LENGTH for size in sizes)
@@ -90,13 +103,15 @@ def test_time_and_memory_go_against_each_other(step: StepGraph, made_up: MadeUp)
     assert sorted(set((more - less).tolist())) == [0, 128 * WORDS * 4]
 
 
-def test_what_is_predicted_is_what_is_counted(step: StepGraph, made_up: MadeUp) -> None:
+def test_what_is_predicted_is_what_is_counted(
+    step: StepGraph, fused: Profile, made_up: MadeUp
+) -> None:
     """The closed form and the programs grow by the same bytes where the head holds the peak."""
     model, batch = example()
     where, found = made_up(1, 1 << 20), []
     for size in (128, 256):
         plan = plan_of(loss_chunk=size, pinned=("loss_chunk",))
-        plan = with_cuts_and_blocks(problem_of(step, where), plan, "none", None)
+        plan = with_cuts_and_blocks(problem_of(fused, where), plan, "none", None)
         compiler = Compiler(Model(model, None, 8), where, {"fusions": HEAD})
         exact, _ = compiler.refine(step, plan, as_batch(batch), step.sizes)
         assert plan.prediction is not None
@@ -106,9 +121,9 @@ def test_what_is_predicted_is_what_is_counted(step: StepGraph, made_up: MadeUp) 
 
 
 @pytest.mark.parametrize("recompute", ["none", "some", "all"])
-def test_the_fastest_that_fits_is_chosen(recompute: str, step: StepGraph, made_up: MadeUp) -> None:
+def test_the_fastest_that_fits_is_chosen(recompute: str, fused: Profile, made_up: MadeUp) -> None:
     """Equal to trying every number that may be asked for, at every budget."""
-    free = problem_of(step, made_up(1))
+    free = problem_of(fused, made_up(1))
     sizes = free.sized(plan_of()).chunks
     peaks = []
     for size in sizes:
@@ -119,7 +134,7 @@ def test_the_fastest_that_fits_is_chosen(recompute: str, step: StepGraph, made_u
             peaks.append(solved.prediction.memory[0].peak)
     chosen = set()
     for kib in sorted({peak // 1024 + more for peak in peaks for more in (-40, -1, 1, 4096)}):
-        problem = problem_of(step, made_up(1, kib))
+        problem = problem_of(fused, made_up(1, kib))
         found = with_cuts_and_blocks(problem, plan_of(), recompute, None)
         each = [
             with_cuts_and_blocks(
@@ -138,8 +153,8 @@ def test_the_fastest_that_fits_is_chosen(recompute: str, step: StepGraph, made_u
     assert len(chosen) > 1
 
 
-def test_no_bound_is_above_a_plan(step: StepGraph, made_up: MadeUp) -> None:
-    plan, problem = replace(plan_of(), devices=4), problem_of(step, made_up(4, 1 << 20))
+def test_no_bound_is_above_a_plan(fused: Profile, made_up: MadeUp) -> None:
+    plan, problem = replace(plan_of(), devices=4), problem_of(fused, made_up(4, 1 << 20))
     pins = Pins(recompute="none", tensor=1, context=1, expert=1)
     found = list(shapes(problem, pins, BATCH))
     least = Bounds(problem, plan).seconds(columns(found, BATCH))
