@@ -20,6 +20,7 @@ from graphaccel.cli.output import drop_output, flushed
 from graphaccel.cli.pin_options import add_pins, pin_pairs, pins_of
 from graphaccel.cli.train import add_train
 from graphaccel.cli.values import (
+    NOTHING_FITS,
     code_or_target,
     machines,
     output_file,
@@ -37,7 +38,6 @@ from graphaccel.errors import (
 )
 from graphaccel.planner.plan.option_values import byte_count, positive
 
-NOTHING_FITS = 3
 INTERRUPTED = 130  # 128 + SIGINT
 BROKEN_PIPE = 141  # 128 + SIGPIPE
 _EXIT_CODES = {UnknownDevice: 2, BadCluster: 2, InfeasiblePlan: NOTHING_FITS}

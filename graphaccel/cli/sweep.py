@@ -8,6 +8,7 @@ from typing import TextIO
 
 from graphaccel.cli.jobs import Job
 from graphaccel.cli.output import writing
+from graphaccel.cli.values import NOTHING_FITS
 from graphaccel.compiler.compiler import Compiler
 from graphaccel.compiler.sweep import Point, sweep
 from graphaccel.planner.cluster.cluster import Cluster
@@ -19,8 +20,6 @@ from graphaccel.report.sweep import (
     sweep_text,
     unit_of,
 )
-
-NOTHING_FITS = 3
 
 
 def sweep_command(

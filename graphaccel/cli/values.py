@@ -1,4 +1,4 @@
-"""Parsers of values on the command line: files, counts, the sizes of a sweep, error codes."""
+"""Values on the command line: parsers of files, counts and sweep sizes, and an exit code."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 from graphaccel.errors import error_classes
 from graphaccel.planner.plan.option_values import positive
 
+NOTHING_FITS = 3
+"""Exit code of a command that found no plan."""
 SWEEP_AXES = ("devices", "batch", "sequence")
 
 
