@@ -9,13 +9,14 @@ import shutil
 import tempfile
 from collections.abc import Hashable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support.captures import FOLDER
 from tests.support.cases import processes_of, some_cases
-from tests.support.pool import Pool
+from tests.support.pool import Pool, uses_pool
 
 pytest_plugins = ("tests.support.fixtures",)
 
@@ -107,6 +108,20 @@ def pytest_collection_finish() -> None:
     """What the imports left is never garbage: collections need not look at it again."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """`--dist loadfile` runs all files that use the pool in one process: a second pool would
+    import, capture and unpack what the first one has. The other process takes the other files."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class WithOnePool(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.split("::", 1)[0]
+            return "pool" if uses_pool(config.rootpath / file) else file
+
+    return WithOnePool(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.fixture(scope="module", autouse=True)

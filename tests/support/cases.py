@@ -30,6 +30,8 @@ HEAVY = (
 Cases = Mapping[str, Mapping[str, Hashable]]
 """Test ids in the order of collection → the parameters of each: name → value."""
 
+_FEW = 4
+"""Processes that two cores run in reasonable time."""
 _AXES = ("data", "tensor", "pipeline", "context", "expert")
 
 
@@ -59,8 +61,8 @@ def some_cases(cases: Cases, processes: Mapping[str, int] | None = None) -> set[
     Every test has at least one case, and at most a third of its cases (at least two), or a sixth
     (at least one) in HEAVY. Within that number, a case comes first that has parameter values which
     no chosen case of the file has yet, so that tests with the same parameter share its values;
-    in HEAVY there are no other cases. Of cases with as many new values, the one with the fewest
-    processes comes first, then a checksum of the id decides. processes: by test id.
+    in HEAVY there are no other cases. Of cases with as many new values, those with more than _FEW
+    processes come last; then a checksum of the id decides. processes: by test id.
     """
     processes = processes or {}
     tests: dict[str, list[str]] = defaultdict(list)
@@ -75,7 +77,7 @@ def some_cases(cases: Cases, processes: Mapping[str, int] | None = None) -> set[
             continue
         heavy = folder in HEAVY
         limit = max(1, -(-len(names) // 6)) if heavy else max(2, -(-len(names) // 3))
-        order = sorted(names, key=lambda n: (processes.get(n, 1), crc32(n.encode()), n))
+        order = sorted(names, key=lambda n: (processes.get(n, 1) > _FEW, crc32(n.encode()), n))
         chosen |= _covering(
             {name: cases[name] for name in order}, seen[test.split("::", 1)[0]], limit, heavy
         )

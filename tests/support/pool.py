@@ -11,6 +11,7 @@ import faulthandler
 import gc
 import os
 import pickle
+import re
 import signal
 import sys
 import tempfile
@@ -20,6 +21,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from multiprocessing import connection, get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -38,6 +40,12 @@ PRELOADED = (
     *(f"transformers.models.{name}.modeling_{name}" for name in _MODELS),
     "graphaccel.api",
 )
+
+
+@cache
+def uses_pool(file: Path) -> bool:
+    """Whether a file has tests that run in the pool, by themselves or by `run_ranks`."""
+    return re.search(r"\bpool: Pool\b|\brun_ranks\b", file.read_text()) is not None
 
 
 @dataclass(frozen=True)

@@ -63,10 +63,11 @@ def test_texts_are_checked_whole() -> None:
     assert some_cases(cases) == set(cases)
 
 
-def test_of_equal_cases_the_one_with_the_fewest_processes_is_taken() -> None:
+def test_of_equal_cases_those_with_many_processes_come_last() -> None:
     cases = _cases("tests/gloo/test_a.py::test_x", plan=("a", "b", "c", "d"))
-    for fewest in cases:
-        assert some_cases(cases, {name: 8 - 6 * (name == fewest) for name in cases}) == {fewest}
+    for few in cases:
+        assert some_cases(cases, {name: 4 if name == few else 8 for name in cases}) == {few}
+    assert some_cases(cases, {name: 1 + i for i, name in enumerate(cases)}) == some_cases(cases)
 
 
 def test_processes_of_a_case() -> None:

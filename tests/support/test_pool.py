@@ -6,12 +6,13 @@ import os
 import signal
 import threading
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 from torch import distributed as dist
 
-from tests.support.pool import Pool, WorkerError
+from tests.support.pool import Pool, WorkerError, uses_pool
 
 
 def _sum_of_ranks(scale: float) -> tuple[int, torch.Tensor]:
@@ -137,3 +138,10 @@ def test_a_worker_whose_group_is_spoilt_is_replaced(pool: Pool) -> None:
 def test_world_size_out_of_range_is_refused(pool: Pool) -> None:
     with pytest.raises(ValueError, match="1 to 8, not 9"):
         pool.run(9, _process_and_threads)
+
+
+def test_files_that_use_the_pool_are_known() -> None:
+    tests = Path(__file__).parents[1]
+    assert uses_pool(Path(__file__))
+    assert uses_pool(tests / "examples" / "test_nanogpt.py")
+    assert not uses_pool(tests / "support" / "test_cases.py")
