@@ -9,6 +9,8 @@ from torch import nn
 import graphaccel
 from graphaccel.errors import BadPin, InfeasiblePlan
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 
 class Net(nn.Module):
     def __init__(self) -> None:

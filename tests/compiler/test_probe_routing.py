@@ -126,9 +126,10 @@ def _assumed(compiler: Compiler, batch: Batch) -> str:
     return note
 
 
-def test_without_weights_an_even_choice_is_assumed() -> None:
+def test_without_weights_an_even_choice_is_assumed(captures: dict[Any, Any]) -> None:
     model, batch, _ = ALL["mixtral"].build()
     compiler = Compiler(Model(model.to("meta"), None, 2.0), CPU, PINS)
+    compiler.captures.steps = captures
     said = "an even choice of experts is assumed: the model or its batch has no data"
     assert _assumed(compiler, as_batch(batch)) == said
 

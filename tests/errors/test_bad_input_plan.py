@@ -27,6 +27,8 @@ error[GA206]: a batch of {rows} can not be cut into {parts} equal parts ({parts}
   help: or leave a last, smaller batch out:  DataLoader(dataset, batch_size=..., drop_last=True)
   explain: graphaccel explain GA206"""
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 
 class Normed(nn.Module):
     """Batch statistics before the output layer."""

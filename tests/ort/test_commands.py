@@ -32,6 +32,8 @@ JOB = """
         return Net(2), (torch.randn(4, 8),)
 """
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 
 @pytest.fixture
 def job(tmp_path: Path) -> str:

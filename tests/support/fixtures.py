@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -20,7 +20,7 @@ from graphaccel.planner.profile.layout_profiles import Layouts, rates_of
 from graphaccel.planner.profile.profile import Profile
 from graphaccel.planner.search.record import Record
 from graphaccel.report.facts import Facts, RankMemory, gather, points, run_spans
-from tests.support.captures import captured_once
+from tests.support.captures import captured_once, captures_of
 
 
 @cache
@@ -36,6 +36,14 @@ def _captured(name: str) -> StepGraph:
 def captured() -> Callable[[str], StepGraph]:
     """`captured("gpt")`: the step of a zoo model, captured once a session."""
     return _captured
+
+
+@pytest.fixture
+def shared_captures(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests of a module share the captures of models that print alike: for modules in which those
+    compute alike."""
+    with captures_of(request.module.__name__):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -39,6 +39,8 @@ PINS: dict[str, tuple[str, dict[str, Any]]] = {
     "fused": ("gpt", {"fusions": "auto", "loss_chunk": 4, "outputs": "loss"}),
 }
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 
 def _linear() -> tuple[nn.Module, tuple[torch.Tensor], str]:
     return nn.Linear(8, 8), (torch.ones(8, 8),), "outside"

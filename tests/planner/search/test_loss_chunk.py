@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +32,8 @@ from graphaccel.planner.search.solve import Problem, with_cuts_and_blocks
 from tests.support.captures import captures_of
 from tests.support.zoo import ZOO, call, double, loss_of
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 MadeUp = Callable[..., Cluster]
 HEAD = ("linear_cross_entropy",)
 WORDS, LENGTH, BATCH = 2048, 64, 8  # 512 tokens
@@ -47,17 +49,11 @@ def example() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     return transformers.LlamaForCausalLM(config).train(), {"input_ids": ids, "labels": ids.clone()}
 
 
-@pytest.fixture(autouse=True)
-def _shared_captures() -> Iterator[None]:
-    with captures_of("loss chunk"):
-        yield
-
-
 @pytest.fixture(scope="module")
 def step() -> StepGraph:
     model, batch = example()
     compiler = Compiler(Model(model, None, 8), cluster("cpu", 1), {})
-    with captures_of("loss chunk"):
+    with captures_of(__name__):
         return compiler.capture(as_batch(batch))[0]
 
 
