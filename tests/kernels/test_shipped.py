@@ -52,7 +52,10 @@ def test_the_document_says_what_it_replaces(name: str) -> None:
     assert len(re.findall(rf"^\|[^|]*`{name}`[^|]*\|", table, flags=re.MULTILINE)) == 1
 
 
-def test_an_author_starts_from_nothing(tmp_path: Path) -> None:
+def test_an_author_starts_from_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
 
     def run(*arguments: str) -> str:
@@ -63,7 +66,8 @@ def test_an_author_starts_from_nothing(tmp_path: Path) -> None:
         assert result.returncode == 0, result.stdout + result.stderr
         return result.stdout
 
-    assert "wrote squared_relu.py" in run("new", "squared_relu")
+    assert cli.main(["fusion", "new", "squared_relu"]) == 0
+    assert "wrote squared_relu.py" in capsys.readouterr().out
     lines = (tmp_path / "squared_relu.py").read_text().splitlines()
     assert len(lines) < 60
     found = run("check", "squared_relu.py")

@@ -21,6 +21,7 @@ from graphaccel import errors
 from graphaccel.runtime.execution.executor import Executor
 from graphaccel.schedule.table import Action
 from tests.compiler.test_input_checks import Words
+from tests.support.captures import captures_of
 from tests.support.pool import Failure, Pool, WorkerError
 from tests.support.small import Classifier, small_batch, used_optimizer
 from tests.support.untouched import refused
@@ -39,6 +40,7 @@ def _hang() -> None:
     threading.Event().wait()
 
 
+@captures_of("failures")
 def _train_until(fail: Callable[[], None], pins: dict[str, Any], at: int, timeout: float) -> None:
     """Rank 1 fails before its computation number `at` (forwards and backwards of all steps)."""
     compute, count = Executor.run_action, 0
