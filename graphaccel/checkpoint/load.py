@@ -177,7 +177,8 @@ def _restore(
 
 def _check_state(checkpoint: CompleteCheckpoint, state: Any) -> None:
     expected = ("groups", "values", "extra", "objects", "more")
-    if not isinstance(state, dict) or not all(isinstance(state.get(k), dict) for k in expected):
+    parts = {"classes": {}, **state} if isinstance(state, dict) else {}  # older ones have none
+    if not all(isinstance(parts.get(name), dict) for name in (*expected, "classes")):
         problem = "it is not the state of a run"
         raise CheckpointDamaged(path=str(checkpoint.folder / STATE), problems=(problem,))
 
@@ -202,6 +203,8 @@ def _check_fits(
         groups = state["groups"].get(name)
         if groups is None:
             missing.append(f"{name}, a {type(optimizer).__name__}")
+        elif (kind := state.get("classes", {}).get(name)) not in (None, type(optimizer).__name__):
+            changed.append(f"{name}: {kind}, here {type(optimizer).__name__}")
         else:
             changed += _other_groups(name, contents.names(optimizer), groups)
     missing += [name for name in contents.objects if name not in state["objects"]]

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import time
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,6 +31,7 @@ Optimizer = torch.optim.Optimizer
 FOLDER = "GRAPHACCEL_CHECKPOINT"
 """Environment variable with the folder of `graphaccel run --checkpoint FOLDER`."""
 _RESERVED = ("model", "optimizer")
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Tensor, nn.Parameter, torch.Size)
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ def save(
     before are intact. GraphMisuse (GA407) for a value in `more` that is none of these.
     """
     started = time.monotonic()
-    root = folder_of(folder)
+    root = folder_of(folder).absolute()  # the script may change its folder before all is written
     _check(step, keep, every)
     contents = contents_of(model, optimizer, more, weights)
     saver = saver_of(model)
@@ -206,6 +208,7 @@ def _copied(
     scale = None if session is None else session.scale
     state = {
         "groups": contents.groups(),
+        "classes": {name: type(each).__name__ for name, each in contents.optimizers.items()},
         "values": merged,
         "extra": contents.extra_states(),
         "objects": {name: value.state_dict() for name, value in contents.objects.items()},
@@ -241,10 +244,25 @@ def _plain_file(state: Mapping[str, Any]) -> bytes:
         for name, value in state[kind].items():
             try:
                 torch.load(io.BytesIO(as_file(value)), weights_only=True)
-            except Exception as error:
+            except Exception:
+                odd = _not_plain(value) or f"a part of this {type(value).__name__}"
                 raise GraphMisuse(
-                    what=f"`{name}` is saved with more than tensors and plain values: "
-                    + str(error).splitlines()[0][:120],
+                    what=f"`{name}` is saved with more than tensors and plain values: {odd}",
                     help_line="save what it is made of: numbers, texts, tensors, lists and dicts",
                 ) from None
     raise whole
+
+
+def _not_plain(value: Any, place: str = "") -> str | None:
+    """The class of the first part of a value that `load` does not read, and where it is."""
+    kind = type(value)
+    if kind in (dict, OrderedDict):
+        parts = [(f"{place}[{key!r}]", each) for key, each in value.items()]
+    elif kind in (list, tuple, set):
+        parts = [(f"{place}[{number}]", each) for number, each in enumerate(value)]
+    elif kind in _PLAIN:
+        return None
+    else:
+        return f"{place or 'it'} is a {kind.__module__}.{kind.__qualname__}"
+    found = (_not_plain(each, where) for where, each in parts)
+    return next((odd for odd in found if odd is not None), None)

@@ -123,6 +123,17 @@ error[GA414]: `{folder}/step-00000002` does not fit this model or optimizer
     )
 
 
+@pytest.mark.parametrize("name", ["Adam", "SGD"])
+def test_another_optimizer(folder: Path, name: str) -> None:
+    model, optimizer, scheduler = build()
+    groups = [{"params": group["params"]} for group in optimizer.param_groups]
+    other = getattr(torch.optim, name)(groups, lr=0.1)
+    with refused(errors.CheckpointDiffers, (model, other, scheduler)) as raised:
+        graphaccel.load(folder, model, other)
+    assert raised.value.changed == (f"optimizer: AdamW, here {name}",)
+    assert other.param_groups[0]["lr"] == 0.1
+
+
 def test_an_object_that_was_not_saved(folder: Path) -> None:
     run = build()
     with refused(errors.CheckpointDiffers, run) as raised:

@@ -277,7 +277,11 @@ def test_a_model_that_was_saved_can_be_copied_and_pickled(tmp_path: Path) -> Non
     [
         ({"step": -1}, "step is a whole number from 0, not -1"),
         ({"step": 1, "keep": 0}, "keep is a whole number from 1, not 0"),
-        ({"step": 1, "data": object()}, "`data` is saved with more than tensors and plain values"),
+        ({"step": 1, "data": object()}, "tensors and plain values: it is a builtins.object"),
+        (
+            {"step": 1, "data": {"rows": [1, torch.Generator()]}},
+            r"plain values: \['rows'\]\[1\] is a torch._C.Generator",
+        ),
     ],
 )
 def test_arguments(tmp_path: Path, arguments: Any, what: str) -> None:
