@@ -264,5 +264,5 @@ def _not_plain(value: Any, place: str = "") -> str | None:
         return None
     else:
         return f"{place or 'it'} is a {kind.__module__}.{kind.__qualname__}"
-    found = (_not_plain(each, where) for where, each in parts)
-    return next((odd for odd in found if odd is not None), None)
+    inside = (_not_plain(each, where) for where, each in parts)
+    return next((odd for odd in inside if odd is not None), None)

@@ -12,6 +12,8 @@ from typing import Any
 
 from graphaccel.compiler.compiler import Compiler, Planned
 from graphaccel.passes.microbatch.exact_microbatch import split_limits
+from graphaccel.planner.cluster.cluster import Cluster
+from graphaccel.planner.plan.offload import STAYING, host_excess, offload_text, read_offload
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.search.solve import Problem, with_cuts_and_blocks
 
@@ -45,9 +47,12 @@ def smaller_plan(compiler: Compiler, planned: Planned, room: int | None) -> Smal
     for changes in _changes(problem, plan):
         recompute = changes.get("recompute", plan.recompute)
         others = {name: value for name, value in changes.items() if name != "recompute"}
+        if "offload" in others:
+            others["offload"] = read_offload(others["offload"])
         other = replace(plan, recompute=(), selective=(), axis_placements=(), **others)
-        needed = _tensors(with_cuts_and_blocks(problem, other, recompute, plan.cuts))
-        if needed <= bound:
+        smaller = with_cuts_and_blocks(problem, other, recompute, plan.cuts)
+        needed = _tensors(smaller)
+        if needed <= bound and _fits_host(smaller, planned.cluster):
             return Smaller({**_mesh(plan), **changes}, needed, now)
     return None
 
@@ -67,6 +72,28 @@ def _changes(problem: Problem, plan: Plan) -> Iterator[dict[str, Any]]:
         yield from (first | each for each in shards)
         yield from (first | each for each in microbatches)
         yield from (first | one | other for one in shards for other in microbatches)
+    hosted = [{"offload": kinds} for kinds in _offloads(problem, plan)]
+    yield from hosted
+    for first in ({}, *shards):
+        yield from (first | recompute | each for recompute in recomputed for each in hosted)
+        yield from (first | other | each for other in microbatches[-1:] for each in hosted)
+
+
+def _offloads(problem: Problem, plan: Plan) -> list[str]:
+    """What the host could hold in place of the device, with parameters on the device; what takes
+    the fewest copies first."""
+    host = problem.cluster.host
+    if plan.offload or host is None or host.shared:
+        return []
+    state = bool(problem.optimizer_bytes) and problem.shardable
+    saved = problem.profile.step.has_loss and plan.schedule != "zero_bubble"
+    possible = {"optimizer": state, "activations": saved, "optimizer+activations": state and saved}
+    return [kinds for kinds in STAYING if possible.get(kinds)]
+
+
+def _fits_host(plan: Plan, cluster: Cluster) -> bool:
+    assert plan.prediction is not None
+    return host_excess(plan.prediction.memory, cluster) <= 0
 
 
 def _divisors_above(least: int, size: int) -> list[int]:
@@ -82,4 +109,5 @@ def _mesh(plan: Plan) -> dict[str, Any]:
     """The pins of the running plan that divide the work, without those that change nothing."""
     axes = ("data", "pipeline", "tensor", "context", "expert", "microbatches")
     pins = {name: getattr(plan, name) for name in axes if getattr(plan, name) > 1}
-    return pins | ({"zero": plan.zero} if plan.zero else {})
+    pins |= {"zero": plan.zero} if plan.zero else {}
+    return pins | ({"offload": offload_text(plan.offload)} if plan.offload else {})

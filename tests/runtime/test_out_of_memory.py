@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,13 @@ from torch import nn
 
 import graphaccel
 from graphaccel import errors
+from graphaccel.compiler.compiler import Compiler, Planned
+from graphaccel.compiler.model import as_batch, model_of
+from graphaccel.compiler.smaller_plan import smaller_plan
 from graphaccel.errors.messages import format_bytes
+from graphaccel.planner.cluster.catalogue import cluster
+from graphaccel.planner.cluster.cluster import Cluster
+from graphaccel.planner.search.record import Record
 from graphaccel.runtime.execution.executor import Executor
 from graphaccel.runtime.execution.out_of_memory import is_out_of_memory
 from tests.gloo.scripts.test_semantics import gpt, tokens
@@ -76,6 +83,29 @@ def test_no_pin_is_named_where_none_helps(monkeypatch: pytest.MonkeyPatch) -> No
     error = _ran_out(monkeypatch, model, (x,), loss_fn=lambda out: out.sum())
     assert error.smaller is None
     assert "recompute='all'" in str(error)
+
+
+def test_beside_a_gpu_the_host_may_hold_optimizer_state() -> None:
+    model, batch = nn.Sequential(nn.Linear(512, 512), nn.Flatten(0)), as_batch(torch.zeros(1, 512))
+    optimizer = torch.optim.AdamW(model.parameters())
+    built = model_of(model, lambda out: out.sum(), optimizer, "cuda")
+
+    def planned(where: Cluster, pins: dict[str, Any]) -> tuple[Compiler, Planned]:
+        compiler = Compiler(built, where, pins)
+        return compiler, compiler.choose(batch, Record())
+
+    gpu = cluster("h100-80gb", 1)
+    smaller = smaller_plan(*planned(gpu, {}), None)
+    assert smaller is not None
+    assert smaller.pins == {"offload": "optimizer"}
+    prediction = planned(gpu, smaller.pins)[1].plan.prediction
+    assert prediction is not None
+    assert prediction.memory[0].tensors == pytest.approx(smaller.tensors, rel=1e-3)
+    assert smaller.tensors < 0.9 * smaller.instead_of
+    assert gpu.host is not None
+    small = replace(gpu, host=replace(gpu.host, memory=2**20))
+    assert smaller_plan(*planned(small, {}), None) is None
+    assert smaller_plan(*planned(gpu, {"offload": "optimizer"}), None) is None
 
 
 def test_the_allocator_of_the_host() -> None:
