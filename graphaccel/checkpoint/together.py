@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from graphaccel.errors import GraphAccelError, RankLost
+from graphaccel.errors import GraphAccelError, GraphMisuse, RankLost
 from graphaccel.runtime.execution.lost_rank import first_line, is_connection
 
 T = TypeVar("T")
@@ -62,29 +62,41 @@ class Together:
     def collective(self, action: Callable[[], T], failed: Failed | None = None) -> T:
         """Run a collective of torch.distributed.checkpoint, or another one.
 
-        Raises `failed` of what some rank reported to all, RankLost (GA501) if one does not answer.
+        Raises `failed` of what some rank reported to all, RankLost (GA501) if one does not answer,
+        GraphMisuse (GA407) where the script destroyed its process groups meanwhile.
         """
         try:
             return action()
-        except CheckpointException as error:
+        except (CheckpointException, RuntimeError, ValueError) as error:
+            if self.ranks > 1 and not dist.is_initialized():
+                raise GraphMisuse(
+                    what="the process group was destroyed before a checkpoint was written",
+                    help_line="saved = graphaccel.save(...); saved.wait(); "
+                    "torch.distributed.destroy_process_group()",
+                ) from None
+            meant = self._meant(error, failed)
+            if meant is error:
+                raise
+            raise meant from (error if isinstance(meant, RankLost) else None)
+
+    def _meant(self, error: BaseException, failed: Failed | None) -> BaseException:
+        """The error to raise for that of a collective."""
+        if isinstance(error, CheckpointException):
             rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
             if isinstance(cause, GraphAccelError):
-                raise cause from None
-            if failed is None:
-                raise
-            raise failed(rank, in_words(cause)) from None
-        except RuntimeError as error:
-            if not is_connection(error):
-                raise
-            lost = f"rank {1 - self.rank}" if self.ranks == 2 else "another rank"
-            raise RankLost(
-                rank=self.rank,
-                stage=None,
-                lost=lost,
-                last_action="a part of a checkpoint",
-                waiting_for="the same part of all ranks",
-                cause=first_line(error),
-            ) from error
+                return cause
+            return error if failed is None else failed(rank, in_words(cause))
+        if not isinstance(error, RuntimeError) or not is_connection(error):
+            return error
+        lost = f"rank {1 - self.rank}" if self.ranks == 2 else "another rank"
+        return RankLost(
+            rank=self.rank,
+            stage=None,
+            lost=lost,
+            last_action="a part of a checkpoint",
+            waiting_for="the same part of all ranks",
+            cause=first_line(error),
+        )
 
 
 def ranks_of(model: nn.Module) -> Together:

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 import graphaccel
 from graphaccel import errors
 from graphaccel.checkpoint.manifest import read_manifest
+from graphaccel.checkpoint.together import Together
 
 Run = tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]
 
@@ -293,3 +294,16 @@ def test_arguments(tmp_path: Path, arguments: Any, what: str) -> None:
         graphaccel.save(tmp_path, 3, step=1)  # type: ignore[arg-type]
     with pytest.raises(errors.GraphMisuse, match="the folder of the checkpoints is None"):
         graphaccel.save(None, model, optimizer, step=1)
+
+
+def test_process_groups_that_were_destroyed_during_a_save_are_named() -> None:
+    def gather() -> None:
+        raise ValueError("Group <...> is not registered")
+
+    with pytest.raises(
+        errors.GraphMisuse, match="destroyed before a checkpoint was written"
+    ) as one:
+        Together(rank=0, ranks=2).collective(gather)
+    assert "saved.wait(); torch.distributed.destroy_process_group()" in str(one.value)
+    with pytest.raises(ValueError, match="is not registered"):
+        Together().collective(gather)
