@@ -270,7 +270,7 @@ def export_forward(
         one_name_each(model),
         keywords_as_names(),
         warnings.catch_warnings(),
-        _quiet(),
+        quiet(),
         watch.reading(),
     ):
         warnings.simplefilter("ignore")
@@ -389,9 +389,9 @@ def _batched_experts(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence export, which logs its own report of a failure and prints the graph so far: our error
-    text replaces both."""
+def quiet() -> Iterator[None]:
+    """Silence export and fake tensors, which log their own report of a failure and print the graph
+    so far: our error text replaces both."""
     if os.environ.get("GRAPHACCEL_TRACEBACK") == "full":
         yield
         return
