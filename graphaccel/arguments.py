@@ -191,7 +191,7 @@ def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
             what=f"the optimizer is a torch.optim.Optimizer, not {type(optimizer).__name__}",
             help_line="graphaccel.optimize(model, torch.optim.AdamW(model.parameters()))",
         )
-    own = {id(p) for p in model.parameters()}
+    own = {id(p) for p in nn.Module.parameters(model)}
     if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
         raise GraphMisuse(
             what="the optimizer holds no parameter of this model",

@@ -177,7 +177,7 @@ def capture(
     Raises: TensorBranch (GA101), CaptureRefused (GA102).
     """
     batch = without_aliases(batch)
-    fake = any(isinstance(p, FakeTensor) for p in model.parameters())
+    fake = any(isinstance(p, FakeTensor) for p in nn.Module.parameters(model))
     runs = find_runs(model, many) if many is not None and fake else ()
     answers: Answers = {}
     options = [batch_dims] if batch_dims is not None else assignments(batch)

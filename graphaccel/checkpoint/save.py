@@ -160,7 +160,7 @@ def contents_of(
     rest = {k: v for k, v in more.items() if k not in models and k not in optimizers}
     objects = {k: v for k, v in rest.items() if hasattr(v, "load_state_dict")}
     values = {k: v for k, v in rest.items() if k not in objects}
-    if any(p.is_meta for p in model.parameters()):
+    if any(p.is_meta for p in nn.Module.parameters(model)):
         raise GraphMisuse(
             what="the model is on the meta device until it has a plan",
             help_line="graphaccel.optimize(model, optimizer, example_batch=batch)",

@@ -18,10 +18,10 @@ def on_device(model: nn.Module, device: torch.device) -> Iterator[None]:
     A model on the meta device stays there. A model that would leave no room for its gradients is
     not moved as a whole: each tensor is moved to where the plan puts it (`runtime.session`).
     """
-    before = next(model.parameters()).device
+    before = next(nn.Module.parameters(model)).device
     moves = device.type != "cpu" and before.type != "meta"
     if moves and before.type == "cpu":
-        size = sum(map(tensor_bytes, (*model.parameters(), *model.buffers())))
+        size = sum(map(tensor_bytes, (*nn.Module.parameters(model), *model.buffers())))
         moves = 2 * size <= torch.cuda.mem_get_info(device)[0]
     if moves:
         model.to(device)

@@ -72,7 +72,7 @@ class Model:
             together = int(gathered * (2 + self.optimizer_bytes))
             return together + step_bytes(plan, self.stepping, sum(sizes), sizes, [], fused, 0)
 
-        built = (*self.module.parameters(), *self.module.buffers())
+        built = (*nn.Module.parameters(self.module), *self.module.buffers())
         # A frozen parameter that the forward updates is a buffer in the graph.
         buffers: dict[str, torch.Tensor] = {
             n: p for n, p in parameters.items() if not p.requires_grad
@@ -145,7 +145,7 @@ def check_supported(module: nn.Module) -> None:
 def check_parameters(module: nn.Module) -> None:
     """Raises Unsupported (GA208) for a model without parameters, or with none that have a shape,
     and for one whose forward is no longer Python."""
-    if next(module.parameters(), None) is None:
+    if next(nn.Module.parameters(module), None) is None:
         raise Unsupported(what="a model without parameters", reason="there is nothing to train")
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
@@ -186,7 +186,7 @@ def without_data(module: nn.Module) -> nn.Module:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     known: dict[int, Any] = {}
     memory: dict[int, torch.Tensor] = {}
-    for parameter in module.parameters():
+    for parameter in nn.Module.parameters(module):
         fake = _fake(parameter.detach(), mode)
         known[id(parameter)] = nn.Parameter(fake, parameter.requires_grad)
         memory[memory_of(parameter)] = fake
@@ -203,7 +203,7 @@ def with_data(result: nn.Module, tensors: Mapping[int, torch.Tensor]) -> nn.Modu
     """A copy of a model of `without_data` that has data. tensors: values by the id of each
     parameter and buffer of it."""
     known: dict[int, Any] = {}
-    for parameter in result.parameters():
+    for parameter in nn.Module.parameters(result):
         value = tensors[id(parameter)]
         known[id(parameter)] = nn.Parameter(value, parameter.requires_grad)
     known |= {id(buffer): tensors[id(buffer)] for buffer in result.buffers()}
@@ -215,7 +215,7 @@ def follow_attributes(result: nn.Module, module: nn.Module) -> None:
     copies = dict(result.named_modules())
     originals = {name: m for name, m in module.named_modules() if name in copies}
     known: dict[int, Any] = {id(m): copies[name] for name, m in originals.items()}
-    mode = next(p.fake_mode for p in result.parameters() if isinstance(p, FakeTensor))
+    mode = next(p.fake_mode for p in nn.Module.parameters(result) if isinstance(p, FakeTensor))
     for name, m in originals.items():
         _follow_buffers(copies[name], m, mode)
     fakes = dict(_tensors(result))

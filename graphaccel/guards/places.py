@@ -184,7 +184,7 @@ class _Walk:
 
     def leave_out(self, model: nn.Module) -> None:
         """Exclude parameters, buffers and modules of a model that something else also holds."""
-        self._own |= {id(t) for t in (*model.parameters(), *model.buffers())}
+        self._own |= {id(t) for t in (*nn.Module.parameters(model), *model.buffers())}
         self._modules |= {id(m) for m in model.modules()}
 
     def _stranger(self, text: str, module: nn.Module, line: Read) -> None:

@@ -62,7 +62,7 @@ class Pair:
         """The dtype that both compute in, for choosing bounds."""
         if setting.wide:
             return torch.float64
-        given = {t.dtype for t in self.subject.model.parameters() if t.is_floating_point()}
+        given = {t.dtype for t in nn.Module.parameters(self.subject.model) if t.is_floating_point()}
         return torch.float64 if given == {torch.float64} else torch.float32
 
     def compare(
@@ -211,7 +211,7 @@ def pair_of(
 
     Raises GraphMisuse (GA407) where this rank does not hold the full weights.
     """
-    if any(isinstance(p, (RemoteTensor, ShardTensor)) for p in model.parameters()):
+    if any(isinstance(p, (RemoteTensor, ShardTensor)) for p in nn.Module.parameters(model)):
         raise GraphMisuse(
             what="the model's weights are not whole on this rank, as eager code needs them",
             help_line="compare before the first training step:  "

@@ -33,7 +33,7 @@ class Subject:
     @property
     def device(self) -> torch.device:
         """Where its parameters are."""
-        return next(self.model.parameters()).device
+        return next(nn.Module.parameters(self.model)).device
 
 
 def run_eager(subject: Subject, batch: Batch, tangents: Tangents, guard: WriteGuard) -> Results:

@@ -119,7 +119,7 @@ def examine(pair: Pair) -> Proof | Differs:
 
     Raises what the user's model raises in eager code.
     """
-    if any(p.is_meta for p in pair.subject.model.parameters()):
+    if any(p.is_meta for p in nn.Module.parameters(pair.subject.model)):
         text = "the model has no weights yet to compare with eager; it is compared when it has"
         return Proof(False, text, early=True)
     if pair.sizes.get(BATCH) == 0:
@@ -330,7 +330,7 @@ def room_for_weights(model: nn.Module, device: torch.device, copies: int) -> boo
 
 
 def _bytes_of(model: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in model.parameters())
+    return sum(p.numel() * p.element_size() for p in nn.Module.parameters(model))
 
 
 def free_memory(model: nn.Module, device: torch.device, held: int) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from graphaccel.passes.pipeline import prepared
 from graphaccel.planner.plan.plan import Plan
@@ -74,7 +75,7 @@ def _moved(pair: Pair, seed: int, *, constant: bool) -> Results:
     generator = torch.Generator().manual_seed(seed)
     batch = part(pair.batch, pair.step, Setting(), device)
     with untouched(model), ConstantDraws() if constant else nullcontext():
-        for parameter in model.parameters():
+        for parameter in nn.Module.parameters(model):
             value = parameter.data
             if value.is_floating_point():
                 steps = torch.randint(-1, 2, value.shape, generator=generator).to(value)

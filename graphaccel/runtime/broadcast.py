@@ -64,7 +64,7 @@ def same_on_all_ranks(
         progress("weights", f"rank 0's, on every rank: others had rank {named}", 0.0)
     if initial is not None:
         share_record(initial)
-    tensors = (*model.parameters(), *model.buffers()) if initial is None else ()
+    tensors = (*nn.Module.parameters(model), *model.buffers()) if initial is None else ()
     with torch.no_grad():
         for tensor in tensors:
             data = tensor.detach().contiguous().to(device or tensor.device)
@@ -96,7 +96,9 @@ def refuse_other_weights(model: nn.Module, count: int) -> None:
 
 def _ranks_that_differ(model: nn.Module, count: int) -> list[int]:
     """Ranks whose parameters and buffers have other values than rank 0's."""
-    tensors = [t.detach() for t in (*model.parameters(), *model.buffers()) if not t.is_meta]
+    tensors = [
+        t.detach() for t in (*nn.Module.parameters(model), *model.buffers()) if not t.is_meta
+    ]
     if count == 1:
         return []
     here = digest.of_host(t for t in tensors if t.device.type == "cpu")

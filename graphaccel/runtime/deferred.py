@@ -66,7 +66,7 @@ def initial_values(model: nn.Module, build: Callable[[], nn.Module] | None = Non
     for a model that has weights.
     """
     name = type(model).__name__
-    if not any(p.is_meta for p in model.parameters()):
+    if not any(p.is_meta for p in nn.Module.parameters(model)):
         if build is not None:
             raise GraphMisuse(
                 what=f"init_fn was given, but `{name}` has its weights already",

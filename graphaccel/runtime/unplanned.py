@@ -58,7 +58,7 @@ class Unplanned:
                 help_line=f"to train with dropout off and batch statistics fixed:  {HELP}",
                 other_help="to train as usual:  model.train()",
             )
-        if any(p.grad is not None for p in self._model.parameters()):
+        if any(p.grad is not None for p in nn.Module.parameters(self._model)):
             raise GraphMisuse(
                 what=_AROUND,
                 help_line="call the model itself, not a module in it:  output = model(batch)",

@@ -1,7 +1,9 @@
-"""Forwards with submodules of any name, vmapped weights, and anomaly mode around the step, against
-eager mode in float64."""
+"""Forwards with submodules of any name, vmapped or unlisted weights, and anomaly mode around the
+step, against eager mode in float64."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -39,12 +41,23 @@ class Ensemble(nn.Module):
         return torch.vmap(loss)(self.weight, self.bias).mean()
 
 
+class Listed(Heads):
+    """Lists the parameters of one head for the optimizer."""
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        return self.heads["class"].parameters(recurse)
+
+
 def test_submodules_named_like_keywords() -> None:
     assert_as_eager(Heads)
 
 
 def test_parameters_under_vmap() -> None:
     assert_as_eager(Ensemble)
+
+
+def test_parameters_that_the_class_does_not_list() -> None:
+    assert_as_eager(Listed)
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")

@@ -85,7 +85,8 @@ class Watch:
         self.calls.calls.clear()
         self.calls.marks.clear()
         self._gradients.clear()
-        own = {id(t) for t in (*self._model.parameters(), *self._model.buffers())}
+        # Of nn.Module: a class may override parameters(), to list those that it trains.
+        own = {id(t) for t in (*nn.Module.parameters(self._model), *self._model.buffers())}
         averages = cumulative_averages()
         with ExitStack() as stack:
             for context in (recording(), checkpoints_called(), _saved_as_they_are(), averages):

@@ -297,7 +297,7 @@ def _segments(
 
     Raises NotRepeated where layers are not called one after another, or the forward needs data.
     """
-    fake = next(p for p in model.parameters() if isinstance(p, FakeTensor)).fake_mode
+    fake = next(p for p in nn.Module.parameters(model) if isinstance(p, FakeTensor)).fake_mode
     watch = _Watch(model, runs)
     handles = []
     for number, run in enumerate(runs):

@@ -71,7 +71,7 @@ def kept_by(
 
     buffers: names of those that the model had before its forwards, in the same shape; others, they
     made."""
-    own = {memory_of(t) for t in model.parameters()}
+    own = {memory_of(t) for t in nn.Module.parameters(model)}
     own |= {memory_of(t) for name, t in model.named_buffers() if name in buffers}
     return {
         held.path: key

@@ -86,7 +86,7 @@ def functions_follow(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> No
             if name in _OWN or isinstance(value, _PLAIN) or not _reaches(value, memo):
                 continue
             if not known:
-                tensors = (*model.parameters(), *model.buffers())
+                tensors = (*nn.Module.parameters(model), *model.buffers())
                 known = {id(one): one for one in (*model.modules(), *tensors)}
                 known |= {id(old): built for old, built in new.items()}
             module.__dict__[name] = copied(value, known, new)

@@ -139,7 +139,7 @@ def _few(model: nn.Module, many: int) -> nn.Module:
 
 def _run(model: nn.Module, batch: Batch, loss_fn: LossFn, ops: Ops) -> bool:
     """Run one forward; returns whether it runs without data, outside of export."""
-    fake = next(p for p in model.parameters() if isinstance(p, FakeTensor)).fake_mode
+    fake = next(p for p in nn.Module.parameters(model) if isinstance(p, FakeTensor)).fake_mode
     args, kwargs = batch.rebuild(batch.leaves)
     try:
         with quiet(), fake, exporting(), torch.enable_grad(), ops, Copies():
@@ -176,7 +176,7 @@ class _Passes:
 
     def __init__(self, model: nn.Module, reads: Reads, batch: Batch) -> None:
         self._model, self._reads, self._batch = model, reads, batch
-        tensors = (*model.parameters(), *model.buffers(), *batch.tensors.values())
+        tensors = (*nn.Module.parameters(model), *model.buffers(), *batch.tensors.values())
         self._own = frozenset(map(memory_of, tensors))
         self._shapes = {name: tensor.shape for name, tensor in model.named_buffers()}
         result = places(model, reads)

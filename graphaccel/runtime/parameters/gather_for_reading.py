@@ -155,7 +155,7 @@ def _is_input(value: Any) -> bool:
 
 def _room(model: nn.Module, device: torch.device) -> bool:
     """Whether a quarter of the memory that a rank has to itself holds all weights."""
-    needed = sum(p.numel() * p.element_size() for p in model.parameters())
+    needed = sum(p.numel() * p.element_size() for p in nn.Module.parameters(model))
     if device.type == "cuda":
         return 4 * needed <= torch.cuda.mem_get_info(device)[0]
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
