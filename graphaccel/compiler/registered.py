@@ -1,10 +1,12 @@
-"""Refuses changes of which parameters a model has, ties and trains, after its step was captured."""
+"""Refuses changes of which parameters and buffers a model has, after its step was captured: their
+shapes, which are tied, which are trained."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from graphaccel.capture.forward import tied_names
@@ -15,24 +17,32 @@ _BEFORE = "change the layers of the model before:  graphaccel.optimize(model, op
 
 @dataclass(frozen=True)
 class Registered:
-    """The parameters of a model when its step was captured.
+    """The parameters of a model when its step was captured, and the buffers that the step reads.
 
     tied: name → an earlier name of the same parameter. trained: name → whether it requires a
-    gradient.
+    gradient. shapes: of the parameters. buffers: name → dtype and shape.
     """
 
     tied: Mapping[str, str]
     trained: Mapping[str, bool]
+    shapes: Mapping[str, torch.Size]
+    buffers: Mapping[str, tuple[torch.dtype, torch.Size]]
 
     @staticmethod
-    def of(model: nn.Module) -> Registered:
-        """Those that the model has now."""
-        named = model.named_parameters(remove_duplicate=False)
-        return Registered(tied_names(model), {n: p.requires_grad for n, p in named})
+    def of(model: nn.Module, buffers: Collection[str]) -> Registered:
+        """Those that the model has now; of its buffers, the ones with these names."""
+        named = dict(model.named_parameters(remove_duplicate=False))
+        held = model.named_buffers(remove_duplicate=False)
+        return Registered(
+            tied_names(model),
+            {n: p.requires_grad for n, p in named.items()},
+            {n: p.shape for n, p in named.items()},
+            {n: (b.dtype, b.shape) for n, b in held if n in buffers},
+        )
 
     def check(self, model: nn.Module) -> None:
         """Raises GraphMisuse (GA407) if the captured step would train another model than this."""
-        now = Registered.of(model)
+        now = Registered.of(model, self.buffers)
         if now == self:
             return
         for name in self.trained:
@@ -57,6 +67,25 @@ class Registered:
                     "parameter.requires_grad_(False)",
                 )
         _check_ties(self.tied, now.tied)
+        self._check_shapes(now)
+
+    def _check_shapes(self, now: Registered) -> None:
+        for name, shape in self.shapes.items():
+            if now.shapes[name] != shape:
+                raise GraphMisuse(
+                    what=f"parameter `{name}` had the shape {list(shape)} when the step was "
+                    f"captured, and has {list(now.shapes[name])} now",
+                    help_line=_BEFORE,
+                )
+        for name, (dtype, shape) in self.buffers.items():
+            if now.buffers.get(name) != (dtype, shape):
+                other = now.buffers.get(name)
+                became = "is None" if other is None else f"is {other[0]} {list(other[1])}"
+                raise GraphMisuse(
+                    what=f"buffer `{name}` was {dtype} {list(shape)} when the step was captured, "
+                    f"and {became} now",
+                    help_line="write values into it:  with torch.no_grad(): buffer.copy_(values)",
+                )
 
 
 def _check_ties(before: Mapping[str, str], now: Mapping[str, str]) -> None:

@@ -67,7 +67,8 @@ def prepare(
     clip = run.settings.clip_norm
     hooks = run.hooks
     updates = register_updates(run.model, optimizer, hooks, chosen, session, clip, meshes, keys)
-    registered = Registered.of(run.model)
+    buffers = {spec.name for spec in chosen.step.inputs if spec.kind == "buffer"}
+    registered = Registered.of(run.model, buffers)
     prepared = Prepared(chosen, session, memory, meshes, updates, registered, dtypes_of(batch))
     return prepared, expected
 

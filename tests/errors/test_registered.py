@@ -35,6 +35,10 @@ def _add(model: nn.Module) -> None:
     model.extra = nn.Linear(2, 2)
 
 
+def _resize(model: nn.Module) -> None:
+    model.inner.bias = nn.Parameter(torch.zeros(1))
+
+
 CHANGES: dict[str, tuple[Callable[[nn.Module], None], str, str]] = {
     "tie": (
         _tie,
@@ -49,6 +53,11 @@ CHANGES: dict[str, tuple[Callable[[nn.Module], None], str, str]] = {
     "drop": (
         _drop,
         "the model had a parameter `inner.bias` when the step was captured, and has none now",
+        LAYERS,
+    ),
+    "resize": (
+        _resize,
+        "parameter `inner.bias` had the shape [8] when the step was captured, and has [1] now",
         LAYERS,
     ),
     "add": (
@@ -82,6 +91,35 @@ def test_after_the_first_step(name: str) -> None:
     )
     for parameter_name, parameter in model.named_parameters():
         assert torch.equal(before[parameter_name], parameter)
+
+
+class Shifted(Classifier):
+    """A classifier with a buffer that scales its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, *batch: torch.Tensor) -> torch.Tensor:
+        loss = super().forward(*batch)
+        return loss if self.scale is None else loss * self.scale.sum() / self.scale.shape[0]
+
+
+@pytest.mark.parametrize(
+    ("value", "became"), [(None, "None"), (torch.ones(2), "torch.float32 [2]")]
+)
+def test_a_buffer_that_becomes_another(value: torch.Tensor | None, became: str) -> None:
+    model = Shifted()
+    graphaccel.optimize(model, devices=1, example_batch=small_batch())
+    model(*small_batch()).backward()
+    model.scale = value
+    with pytest.raises(GraphMisuse) as caught:
+        model(*small_batch())
+    assert str(caught.value) == (
+        f"error[GA407]: buffer `scale` was torch.float32 [4] when the step was captured, and is {became} now\n"
+        "  help: write values into it:  with torch.no_grad(): buffer.copy_(values)\n"
+        "  explain: graphaccel explain GA407"
+    )
 
 
 def test_the_help_works() -> None:
