@@ -138,6 +138,7 @@ class _Last:
         self.others: list[tuple[Place, Any]] = []
         self.versions: list[tuple[torch.Tensor, int]] = []
         self.arrays: list[tuple[np.ndarray, np.ndarray]] = []
+        self.written: list[tuple[Any, Any]] = []
         seen: set[int] = set()
         partial = {id(p.holder) for n, p in result.items() if n in free and p.how == "item"}
         for name, place in result.items():
@@ -146,7 +147,7 @@ class _Last:
             value = place.value
             if place.how == "dict":
                 self.dicts.append((place.holder, place.key, value))
-            elif place.how in ("attribute", "cell") or id(place.holder) in partial:
+            elif place.how in ("attribute", "cell", "context") or id(place.holder) in partial:
                 self.others.append((place, value))
             if id(value) in seen:
                 continue
@@ -159,6 +160,8 @@ class _Last:
                 self.versions.append((value, version(value)))
             elif isinstance(value, np.ndarray):
                 self.arrays.append((value, value.copy()))
+            elif isinstance(value, (set, bytearray)):
+                self.written.append((value, value.copy()))
 
     def same(self) -> bool:
         """Whether the same objects are still there."""
@@ -186,6 +189,8 @@ class _Last:
             now = current(place)
             if now is not place.value and token_of(now) != token:
                 return False
+        if any(now != copy for now, copy in self.written):
+            return False
         return all(np.array_equal(now, copy) for now, copy in self.arrays)
 
 
@@ -196,6 +201,8 @@ def current(place: Place) -> Any:
             return place.holder.cell_contents
         if place.how == "attribute":
             return getattr(place.holder, place.key, MISSING)
+        if place.how == "context":
+            return place.holder.get(MISSING)
         return place.holder[place.key]
     except (KeyError, IndexError, ValueError):
         return MISSING

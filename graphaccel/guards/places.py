@@ -10,8 +10,10 @@ import enum
 import functools
 import math
 import sys
+import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -19,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from graphaccel.compat.torch.fakes import FakeTensor
 from graphaccel.guards.lines import Read
@@ -34,6 +37,10 @@ _FUNCTIONS = (FunctionType, BuiltinFunctionType, type)
 STRUCTURE = frozenset({*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"}) - {"training"}
 """Attributes of modules that are not Python values: tensors, submodules, hooks, and the second list
 of its weights that a recurrent layer keeps."""
+_WITH_VALUES = frozenset(
+    {"numpy", "datetime", "decimal", "fractions", "ipaddress", "pathlib", "uuid", "zoneinfo"}
+)
+"""Modules whose immutable objects are compared by their contents."""
 _OPAQUE = frozenset(
     {"torch", "graphaccel", "builtins", "threading", "_thread", "weakref", "logging", "re"}
 )
@@ -45,8 +52,8 @@ class Place:
 
     name: unique, the same in every process: `blocks.0.alpha`, `train.SCALE[0]`. holder, key: where
     it is stored. how: how it is read from there: "dict", "item" (of a list), "fixed" (of a tuple),
-    "attribute" or "cell". line: what first read it. shared: it is stored outside of the model, so
-    copies of the model read the same one.
+    "attribute", "cell" or "context" (of a ContextVar). line: what first read it. shared: it is
+    stored outside of the model, so copies of the model read the same one.
     """
 
     name: str
@@ -73,6 +80,8 @@ class Place:
             self.holder.cell_contents = value
         elif self.how == "attribute":
             setattr(self.holder, self.key, value)
+        elif self.how == "context":
+            self.holder.set(value)
         elif isinstance(self.key, _ClassKey):
             setattr(self.key.owner, str(self.key), value)
         elif value is MISSING:
@@ -105,7 +114,17 @@ def token_of(value: Any) -> Any:
         return kind_of(kind), len(value)
     if isinstance(value, (set, frozenset)):
         return kind_of(kind), frozenset(map(key_of, list(value)))
-    return kind_of(kind)
+    if isinstance(value, bytearray):
+        return kind, bytes(value)
+    return (kind, value) if _is_value(value) else kind_of(kind)
+
+
+def _is_value(value: Any) -> bool:
+    """Whether it is immutable and compared by its contents: a NumPy scalar, a Decimal, a date."""
+    kind = type(value)
+    if kind.__module__.partition(".")[0] not in _WITH_VALUES:
+        return False
+    return isinstance(value, Hashable) and kind.__eq__ is not object.__eq__
 
 
 def key_of(key: Any) -> Any:
@@ -157,6 +176,10 @@ def _is_object(value: Any) -> bool:
     kind = type(value)
     plain = (*_SCALARS, *_ATOMS, *_FUNCTIONS, torch.Tensor, nn.Module, np.ndarray, np.generic)
     if isinstance(value, (*plain, ModuleType, MethodType, functools.partial, dict, list, tuple)):
+        return False
+    if isinstance(value, (threading.local, torch.optim.Optimizer, LRScheduler)):
+        return True
+    if _is_value(value):
         return False
     return kind.__module__.split(".")[0] not in _OPAQUE and bool(
         hasattr(value, "__dict__") or hasattr(kind, "__slots__")
@@ -259,6 +282,8 @@ class _Walk:
         for name in code.co_names:
             if name in names and not name.startswith("__"):
                 self._outside(f"{module}.{name}", names, name, "dict", names[name], scope)
+            elif name in sys.modules and name not in names:  # imported by the function itself
+                self._outside(name, sys.modules, name, "dict", sys.modules[name], scope)
         for number, function in enumerate(scope.functions):
             each = f"#{number}" if number else ""
             start = f"{module}.{function.__qualname__}{each}"
@@ -332,12 +357,17 @@ class _Walk:
         elif isinstance(value, functools.partial):
             for name in ("func", "args", "keywords"):
                 inside(f"{text}.{name}", value, name, "fixed", getattr(value, name))
+        elif isinstance(value, ContextVar):
+            inside(f"{text}.get()", value, "get", "context", value.get(MISSING))
         elif isinstance(value, FunctionType):
             for name, cell in zip(
                 value.__code__.co_freevars, value.__closure__ or (), strict=False
             ):
                 if name != "__class__" and _is_plain(content := _content(cell)):
                     inside(f"{text}.{name}", cell, name, "cell", content)
+            for name, held in value.__dict__.items():
+                if name in self._names and _is_plain(held):
+                    inside(f"{text}.{name}", value.__dict__, name, "dict", held)
         elif _is_object(value):
             self._object(text, value, line, depth, shared)
 

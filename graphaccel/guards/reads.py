@@ -233,10 +233,23 @@ def _scopes(codes: dict[int, tuple[CodeType, dict[str, Any]]]) -> tuple[Scope, .
     own = [(code, names) for code, names in codes.values() if not is_inside(_file(code, names))]
     wanted = [code for code, names in own if _keeps_values(code, _file(code, names))]
     functions: dict[int, list[FunctionType]] = {}
-    for holder in gc.get_referrers(*wanted) if wanted else ():
+    for holder in _referrers(wanted) if wanted else ():
         if isinstance(holder, FunctionType):
             functions.setdefault(id(holder.__code__), []).append(holder)
     return tuple(Scope(code, names, tuple(functions.get(id(code), ()))) for code, names in own)
+
+
+def _referrers(wanted: list[CodeType]) -> list[Any]:
+    """What refers to these, also where the script has called `gc.freeze()`, after which the garbage
+    collector does not look at the objects of before."""
+    frozen = gc.get_freeze_count()
+    if frozen:
+        gc.unfreeze()
+    try:
+        return gc.get_referrers(*wanted)
+    finally:
+        if frozen:
+            gc.freeze()
 
 
 def _file(code: CodeType, names: dict[str, Any]) -> str:

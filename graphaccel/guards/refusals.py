@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 from graphaccel.errors import StateFrozen
 from graphaccel.guards.guards import Change
 from graphaccel.guards.lines import location
+from graphaccel.guards.places import Place
 
 
 def too_many(change: Change, most: int) -> StateFrozen:
@@ -31,6 +34,22 @@ def unsteady(change: Change) -> StateFrozen:
         reason="a graph can not follow a value that changes between two looks at it",
         help_line="set it before the call of the model, and leave it until the call returns",
     )
+
+
+def refuse_iterators(read: Iterable[Place]) -> None:
+    """Raises StateFrozen (GA106) for an iterator of Python's, whose position cannot be compared."""
+    for place in read:
+        kind = type(place.value)
+        if kind.__module__ in ("builtins", "itertools") and isinstance(place.value, Iterator):
+            raise StateFrozen(
+                what=f"`{place.name}` is an iterator ({kind.__name__}), which the forward reads",
+                location=location(place.line),
+                note="the forward reads it",
+                reason="a graph would keep the value that it gave at capture",
+                help_lines=(
+                    "take the value in the script, before each step:  model.value = next(iterator)",
+                ),
+            )
 
 
 def _refused(change: Change, *, what: str, note: str, reason: str, help_line: str) -> StateFrozen:

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -101,4 +103,30 @@ error[{title}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     error = errors.GradientRuleRefused if "GA104" in title else errors.CaptureRefused
     with refused(error, text, model, optimizer):
+        graphaccel.optimize(model, optimizer, example_batch=tuple(torch.randn(2, 4, WIDTH)))
+
+
+class Cycles(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = itertools.cycle([1.0, 2.0])
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.layer(x) * next(self.scales), y)
+
+
+def test_an_iterator() -> None:
+    number = Cycles.forward.__code__.co_firstlineno + 1
+    code = "return F.mse_loss(self.layer(x) * next(self.scales), y)"
+    text = f"""\
+error[GA106]: `scales` is an iterator (cycle), which the forward reads
+  --> test_forward_reads.py:{number}
+{number:>5} |         {code}
+      |         {"^" * len(code)} the forward reads it
+  why:  a graph would keep the value that it gave at capture
+  help: take the value in the script, before each step:  model.value = next(iterator)
+  explain: graphaccel explain GA106"""
+    model = Cycles()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with refused(errors.StateFrozen, text, model, optimizer):
         graphaccel.optimize(model, optimizer, example_batch=tuple(torch.randn(2, 4, WIDTH)))

@@ -34,6 +34,7 @@ from graphaccel.errors.messages import Location
 from graphaccel.guards.lines import call_as_written, location
 from graphaccel.guards.places import MISSING, Place, objects_of, places
 from graphaccel.guards.reads import Reads, is_library, kind_of, line_of, recorded
+from graphaccel.guards.refusals import refuse_iterators
 from graphaccel.ir.replication.layers import KEPT
 
 _UNLIKELY = 0x5EED_0FF0
@@ -80,7 +81,9 @@ def observe(fresh: Callable[[], nn.Module], batch: Batch, loss_fn: LossFn, many:
         reads.copies.append(model)
         if called:
             reads.roots["loss_fn"] = loss_fn
-        _refuse_left_outside(places(model, reads), ops)
+        result = places(model, reads)
+        _refuse_left_outside(result, ops)
+        refuse_iterators(result.values())
         model = _few(fresh(), many)
         reads.copies.append(model)
         watch = _Passes(model, reads, batch)
