@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from graphaccel.capture.export.export import OUTSIDE
 from graphaccel.compat.torch.modules import is_compiled
+from graphaccel.compat.torch.optimizers import is_initialised
 from graphaccel.compiler.model import check_parameters
 from graphaccel.errors import BadPin, GraphMisuse, HookNotKept
 from graphaccel.errors.messages import Location
@@ -190,6 +191,14 @@ def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
         raise GraphMisuse(
             what=f"the optimizer is a torch.optim.Optimizer, not {type(optimizer).__name__}",
             help_line="graphaccel.optimize(model, torch.optim.AdamW(model.parameters()))",
+        )
+    if not is_initialised(optimizer):
+        kind = type(optimizer).__name__
+        raise GraphMisuse(
+            what=f"the optimizer's class {kind} does not call Optimizer.__init__, so that its "
+            "steps can not be followed",
+            help_line="give the optimizer in it, and wrap that afterwards:  model, optimizer = "
+            f"graphaccel.optimize(model, optimizer); optimizer = {kind}(optimizer)",
         )
     own = {id(p) for p in nn.Module.parameters(model)}
     if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):

@@ -153,3 +153,46 @@ def test_a_first_batch_without_examples() -> None:
         model(*batch)
     model(*small_batch()).backward()
     assert model.out.weight.grad is not None
+
+
+class Lookahead(torch.optim.Optimizer):
+    """An optimizer around another one, as scripts write it."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
+        self.slow = [[p.detach().clone() for p in g["params"]] for g in inner.param_groups]
+
+    def step(self, closure: Any = None) -> Any:
+        self.inner.step(closure)
+        for group, slow in zip(self.param_groups, self.slow, strict=True):
+            for parameter, mean in zip(group["params"], slow, strict=True):
+                mean.lerp_(parameter.data, 0.5)
+                parameter.data.copy_(mean)
+
+
+def test_an_optimizer_without_its_base() -> None:
+    model = Classifier()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    text = """\
+error[GA407]: the optimizer's class Lookahead does not call Optimizer.__init__, so that its steps can not be followed
+  help: give the optimizer in it, and wrap that afterwards:  model, optimizer = graphaccel.optimize(model, optimizer); optimizer = Lookahead(optimizer)
+  explain: graphaccel explain GA407"""
+    with refused(errors.GraphMisuse, text, model):
+        graphaccel.optimize(model, Lookahead(inner))
+
+
+def test_its_help_works() -> None:
+    weights = []
+    for planned in (False, True):
+        torch.manual_seed(0)
+        model = Classifier()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if planned:
+            model, optimizer = graphaccel.optimize(model, optimizer, devices=1)
+        around = Lookahead(optimizer)
+        for _ in range(2):
+            model(*small_batch()).backward()
+            around.step()
+            model.zero_grad()
+        weights.append(model.out.weight.detach().clone())
+    torch.testing.assert_close(*weights)

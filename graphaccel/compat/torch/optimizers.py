@@ -7,6 +7,11 @@ from typing import Any
 import torch
 
 
+def is_initialised(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the constructor of `torch.optim.Optimizer` ran, which makes its hooks."""
+    return hasattr(optimizer, "_optimizer_step_pre_hooks")
+
+
 def fused_adam(
     params: list[torch.Tensor],
     grads: list[torch.Tensor],
