@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support.captures import FOLDER
-from tests.support.cases import processes_of, some_cases
+from tests.support.cases import some_cases, weight_of
 from tests.support.pool import Pool, uses_pool
 
 pytest_plugins = ("tests.support.fixtures",)
@@ -72,7 +72,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--cases") == "some":
         chosen = some_cases(
             {item.nodeid: _parameters(item) for item in items},
-            {item.nodeid: _processes(item) for item in items},
+            {item.nodeid: _weight(item) for item in items},
         )
         config.hook.pytest_deselected(items=[i for i in items if i.nodeid not in chosen])
         items[:] = [i for i in items if i.nodeid in chosen]
@@ -98,10 +98,10 @@ def _parameters(item: pytest.Item) -> dict[str, Hashable]:
     }
 
 
-def _processes(item: pytest.Item) -> int:
+def _weight(item: pytest.Item) -> int:
     call = getattr(item, "callspec", None)
     module = getattr(item, "module", None)
-    return 1 if call is None else processes_of(call.params, vars(module) if module else {})
+    return 1 if call is None else weight_of(call.params, vars(module) if module else {})
 
 
 def pytest_collection_finish() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Hashable, Mapping
 from math import prod
@@ -32,21 +33,27 @@ Cases = Mapping[str, Mapping[str, Hashable]]
 
 _FEW = 4
 """Processes that two cores run in reasonable time."""
+_LARGE = {"bart", "swin", "t5"}
+"""Models of the zoo whose processes count twice."""
 _AXES = ("data", "tensor", "pipeline", "context", "expert")
 
 
-def processes_of(parameters: Mapping[str, Any], tables: Mapping[str, Any]) -> int:
-    """How many processes a case needs: that of its plan, `(processes, pins)`, or of its pins.
+def weight_of(parameters: Mapping[str, Any], tables: Mapping[str, Any]) -> int:
+    """How many processes a case needs: that of its plan, `(processes, pins)`, of its pins, or of
+    axes that are named with their sizes; twice as many for a large model.
 
     tables: names of the test's module; a parameter may be a key of one of its mappings.
     """
     named = [value for name, value in tables.items() if name.isupper() and isinstance(value, dict)]
     values = list(parameters.values())
     values += [table[v] for v in values if isinstance(v, str) for table in named if v in table]
-    return max(map(_processes, values), default=1)
+    large = any(isinstance(value, str) and value in _LARGE for value in values)
+    return max(map(_processes, values), default=1) * (1 + large)
 
 
 def _processes(value: object) -> int:
+    if isinstance(value, str):  # as in "tensor2-data2"
+        return prod(int(n) for n in re.findall(rf"(?:{'|'.join(_AXES)})(\d)", value))
     if isinstance(value, Mapping):
         return prod(n for axis in _AXES if type(n := value.get(axis)) is int)
     if isinstance(value, tuple):
@@ -55,16 +62,16 @@ def _processes(value: object) -> int:
     return 1
 
 
-def some_cases(cases: Cases, processes: Mapping[str, int] | None = None) -> set[str]:
+def some_cases(cases: Cases, weights: Mapping[str, int] | None = None) -> set[str]:
     """The ids of the cases of a quick run, the same in every run.
 
     Every test has at least one case, and at most a third of its cases (at least two), or a sixth
     (at least one) in HEAVY. Within that number, a case comes first that has parameter values which
     no chosen case of the file has yet, so that tests with the same parameter share its values;
-    in HEAVY there are no other cases. Of cases with as many new values, those with more than _FEW
-    processes come last; then a checksum of the id decides. processes: by test id.
+    in HEAVY there are no other cases. Of cases with as many new values, those that weigh more than
+    _FEW come last; then a checksum of the id decides. weights: `weight_of` by test id.
     """
-    processes = processes or {}
+    weights = weights or {}
     tests: dict[str, list[str]] = defaultdict(list)
     for name in cases:
         tests[name.split("[", 1)[0]].append(name)
@@ -77,7 +84,7 @@ def some_cases(cases: Cases, processes: Mapping[str, int] | None = None) -> set[
             continue
         heavy = folder in HEAVY
         limit = max(1, -(-len(names) // 6)) if heavy else max(2, -(-len(names) // 3))
-        order = sorted(names, key=lambda n: (processes.get(n, 1) > _FEW, crc32(n.encode()), n))
+        order = sorted(names, key=lambda n: (weights.get(n, 1) > _FEW, crc32(n.encode()), n))
         chosen |= _covering(
             {name: cases[name] for name in order}, seen[test.split("::", 1)[0]], limit, heavy
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from itertools import product
 
-from tests.support.cases import processes_of, some_cases
+from tests.support.cases import some_cases, weight_of
 
 
 def _cases(test: str, **values: tuple[Hashable, ...]) -> dict[str, dict[str, Hashable]]:
@@ -63,17 +63,19 @@ def test_texts_are_checked_whole() -> None:
     assert some_cases(cases) == set(cases)
 
 
-def test_of_equal_cases_those_with_many_processes_come_last() -> None:
+def test_of_equal_cases_those_that_weigh_much_come_last() -> None:
     cases = _cases("tests/gloo/test_a.py::test_x", plan=("a", "b", "c", "d"))
     for few in cases:
         assert some_cases(cases, {name: 4 if name == few else 8 for name in cases}) == {few}
     assert some_cases(cases, {name: 1 + i for i, name in enumerate(cases)}) == some_cases(cases)
 
 
-def test_processes_of_a_case() -> None:
+def test_weight_of_a_case() -> None:
     tables = {"PLANS": {"zero": (2, {"data": 2}), "stages": (4, {}), "both": {"data": 2}}}
-    assert processes_of({"plan": "zero", "model": "gpt"}, tables) == 2
-    assert processes_of({"plan": "stages"}, tables) == 4
-    assert processes_of({"plan": "both"}, tables) == 2
-    assert processes_of({"pins": {"data": 2, "pipeline": 4, "zero": 3}}, {}) == 8
-    assert processes_of({"fusions": True}, {}) == 1
+    assert weight_of({"plan": "zero", "model": "gpt"}, tables) == 2
+    assert weight_of({"plan": "stages"}, tables) == 4
+    assert weight_of({"plan": "both"}, tables) == 2
+    assert weight_of({"pins": {"data": 2, "pipeline": 4, "zero": 3}}, {}) == 8
+    assert weight_of({"fusions": True}, {}) == 1
+    assert weight_of({"plan": "tensor2-pipeline4"}, {}) == 8
+    assert weight_of({"plan": "zero", "model": "t5"}, tables) == 4

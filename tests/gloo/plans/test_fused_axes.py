@@ -14,6 +14,7 @@ CASES = [
     ("bert", "tensor2-pipeline2"),
     ("llama", "tensor2-context2"),
     ("t5", "tensor2-pipeline2"),
+    ("vit", "tensor2"),
     ("mixtral", "expert2"),
 ]
 WANTED = {"gpt2": "bias_gelu_tanh", "llama": "swiglu", "t5": "add_rms_norm", "mixtral": "rotary"}
