@@ -89,7 +89,7 @@ def run_axes(name: str, pins: dict[str, Any], world: int) -> dict[str, Any]:
         write_captures(f"{name} float64 True", compiler.captures.steps)
         chosen = choose_together(compiler, leaves, world)
         step, plan, program = chosen.step, chosen.plan, chosen.program
-    mesh = build_mesh(plan, program.shared.values(), torch.device("cpu"), timedelta(seconds=60))
+    mesh = build_mesh(plan, program.shared.values(), torch.device("cpu"), timedelta(seconds=300))
     at = coordinates(mesh.sizes, dist.get_rank())
     parameters = {
         n: _part(p.detach(), program.resting.get(n, ()), plan, at)
