@@ -125,6 +125,33 @@ def _furthest(plain: nn.Module, ours: nn.Module) -> float:
 
 
 @captures_of("whole matrices")
+def _stepped_by_closure(name: str) -> list[float]:
+    furthest = []
+    for pins in PLANS[-2:]:
+        plain, optimizer, ours, own = _pair(name, pins)
+        for model, stepping in ((plain, optimizer), (ours, own)):
+
+            def closure(model: nn.Module = model, stepping: Any = stepping) -> Tensor:
+                stepping.zero_grad()
+                loss = model(*_batch())
+                loss.backward()
+                return loss
+
+            for _ in range(3):
+                stepping.step(closure)
+        furthest.append(_furthest(plain, ours))
+    return furthest
+
+
+@pytest.mark.parametrize("name", ["Muon", "Adafactor"])
+def test_a_closure_computes_the_gradients_that_are_gathered(pool: Pool, name: str) -> None:
+    if not hasattr(torch.optim, name):
+        pytest.skip(f"this torch has no {name}")
+    for furthest in pool.run(2, _stepped_by_closure, name):
+        assert max(furthest) < 1e-12
+
+
+@captures_of("whole matrices")
 def _stepped(name: str) -> list[float]:
     furthest = []
     for pins in PLANS:
