@@ -230,9 +230,9 @@ def _fitted(
     others: tuple[int | float, ...],
     starts: tuple[int, ...],
     points: tuple[tuple[sympy.Symbol, int], ...],
-) -> sympy.Expr:
-    """`fit` of a value that changes; starts: the base size of each point's symbol. A graph has few
-    different sizes, and sympy takes a millisecond for each."""
+) -> Any:
+    """The expression of `fit` for a value that changes. starts: the base size of each point's
+    symbol. A graph has few different sizes, and sympy takes a millisecond for each."""
     expression: Any = (
         sympy.Rational(Fraction(value)) if isinstance(value, float) else sympy.Integer(value)
     )
