@@ -16,7 +16,11 @@ import torch
 
 from graphaccel.compat.torch.fakes import FakeTensor
 from graphaccel.compat.torch.tensors import version
-from graphaccel.guards.places import MISSING, Place, token_of
+from graphaccel.guards.places import Place
+from graphaccel.guards.tokens import MISSING, token_of
+
+_READ_AGAIN = ("attribute", "cell", "context", "proxy")
+"""How places are read whose holders are no dicts or lists."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +151,10 @@ class _Last:
             value = place.value
             if place.how == "dict":
                 self.dicts.append((place.holder, place.key, value))
-            elif place.how in ("attribute", "cell", "context") or id(place.holder) in partial:
+            elif (
+                place.how in ("attribute", "cell", "context", "proxy")
+                or id(place.holder) in partial
+            ):
                 self.others.append((place, value))
             if id(value) in seen:
                 continue

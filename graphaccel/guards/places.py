@@ -6,41 +6,32 @@ defaults. The same walk of a copy of the model gives the same names with the val
 
 from __future__ import annotations
 
-import enum
 import functools
-import math
 import sys
 import threading
-from collections import deque
-from collections.abc import Hashable, Iterable, Iterator
+import weakref
+from collections import ChainMap, UserDict, UserList, deque
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from types import CellType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.distributions import Distribution
 from torch.optim.lr_scheduler import LRScheduler
 
 from graphaccel.compat.torch.fakes import FakeTensor
 from graphaccel.guards.lines import Read
 from graphaccel.guards.reads import Reads, Scope, is_library, kind_of
-
-MISSING = object()
-"""The value of an attribute that was looked up and did not exist."""
+from graphaccel.guards.tokens import ATOMS, FUNCTIONS, MISSING, SCALARS, is_value, token_of
 
 _DEPTH = 6
-_SCALARS = (bool, int, float, complex, str, bytes, type(None), type(...), slice, range)
-_ATOMS = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, enum.Enum)
-_FUNCTIONS = (FunctionType, BuiltinFunctionType, type)
 STRUCTURE = frozenset({*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"}) - {"training"}
 """Attributes of modules that are not Python values: tensors, submodules, hooks, and the second list
 of its weights that a recurrent layer keeps."""
-_WITH_VALUES = frozenset(
-    {"numpy", "datetime", "decimal", "fractions", "ipaddress", "pathlib", "uuid", "zoneinfo"}
-)
-"""Modules whose immutable objects are compared by their contents."""
 _OPAQUE = frozenset(
     {"torch", "graphaccel", "builtins", "threading", "_thread", "weakref", "logging", "re"}
 )
@@ -52,8 +43,8 @@ class Place:
 
     name: unique, the same in every process: `blocks.0.alpha`, `train.SCALE[0]`. holder, key: where
     it is stored. how: how it is read from there: "dict", "item" (of a list), "fixed" (of a tuple),
-    "attribute", "cell" or "context" (of a ContextVar). line: what first read it. shared: it is
-    stored outside of the model, so copies of the model read the same one.
+    "attribute", "cell", "context" (of a ContextVar) or "proxy" (of a mapping). line: what first
+    read it. shared: it is stored outside of the model, so copies of the model read the same one.
     """
 
     name: str
@@ -72,7 +63,7 @@ class Place:
     @property
     def is_number(self) -> bool:
         """Whether it is an int or a float that can be replaced in its place."""
-        return type(self.value) in (int, float) and self.how != "fixed"
+        return type(self.value) in (int, float) and self.how not in ("fixed", "proxy")
 
     def put(self, value: Any) -> None:
         """Replace the value."""
@@ -88,48 +79,6 @@ class Place:
             self.holder.pop(self.key, None)
         else:
             self.holder[self.key] = value
-
-
-def token_of(value: Any) -> Any:
-    """The part of a value that is compared; contents of containers and objects are places of their
-    own."""
-    kind = type(value)
-    if isinstance(value, float) and math.isnan(value):
-        return kind, "nan"
-    if isinstance(value, (*_SCALARS, *_ATOMS)):
-        return kind, value
-    if isinstance(value, torch.Tensor):
-        return "tensor", value.dtype, tuple(value.shape), value.device.type, value.requires_grad
-    if isinstance(value, np.ndarray):
-        return "array", value.dtype.str, value.shape, value.tobytes()
-    if isinstance(value, MethodType):
-        value = value.__func__
-    if isinstance(value, FunctionType):  # that of a copy of the model may be a copy
-        return value.__code__
-    if isinstance(value, _FUNCTIONS) or value is MISSING:
-        return value
-    if isinstance(value, dict):
-        return kind_of(kind), tuple(map(key_of, list(value)))  # another thread may change it
-    if isinstance(value, (list, tuple, deque)):
-        return kind_of(kind), len(value)
-    if isinstance(value, (set, frozenset)):
-        return kind_of(kind), frozenset(map(key_of, list(value)))
-    if isinstance(value, bytearray):
-        return kind, bytes(value)
-    return (kind, value) if _is_value(value) else kind_of(kind)
-
-
-def _is_value(value: Any) -> bool:
-    """Whether it is immutable and compared by its contents: a NumPy scalar, a Decimal, a date."""
-    kind = type(value)
-    if kind.__module__.partition(".")[0] not in _WITH_VALUES:
-        return False
-    return isinstance(value, Hashable) and kind.__eq__ is not object.__eq__
-
-
-def key_of(key: Any) -> Any:
-    """What a key of a container is known by: itself, or its class where it has no plain value."""
-    return key if isinstance(key, (*_SCALARS, *_ATOMS)) else kind_of(type(key))
 
 
 def places(model: nn.Module, reads: Reads, live: nn.Module | None = None) -> dict[str, Place]:
@@ -174,12 +123,12 @@ def objects_of(model: nn.Module, *others: Any) -> set[type]:
 
 def _is_object(value: Any) -> bool:
     kind = type(value)
-    plain = (*_SCALARS, *_ATOMS, *_FUNCTIONS, torch.Tensor, nn.Module, np.ndarray, np.generic)
+    plain = (*SCALARS, *ATOMS, *FUNCTIONS, torch.Tensor, nn.Module, np.ndarray, np.generic)
     if isinstance(value, (*plain, ModuleType, MethodType, functools.partial, dict, list, tuple)):
         return False
-    if isinstance(value, (threading.local, torch.optim.Optimizer, LRScheduler)):
+    if isinstance(value, (threading.local, torch.optim.Optimizer, LRScheduler, Distribution)):
         return True
-    if _is_value(value):
+    if is_value(value):
         return False
     return kind.__module__.split(".")[0] not in _OPAQUE and bool(
         hasattr(value, "__dict__") or hasattr(kind, "__slots__")
@@ -234,12 +183,25 @@ class _Walk:
             self._keep(Place(f"{start}{name}", module._buffers, name, "dict", None))
         if path:  # of the model itself, what is called is graphaccel's
             self._method(f"{start}forward", type(module), own, "forward", names.get("forward"))
+        self._of_classes(type(module))
         for name in own if "__dict__" in names else names:
             if name in STRUCTURE or hasattr(nn.Module, name):
                 continue
             if any(name in t for t in (module._parameters, module._buffers, module._modules)):
                 continue
             self._attribute(f"{start}{name}", module, own, name, names.get(name), 0, shared)
+
+    def _of_classes(self, kind: type) -> None:
+        """Plain values of the script's classes, which `type(self).scale` reads unrecorded."""
+        for cls in kind.__mro__:
+            if cls.__module__.partition(".")[0] in _OPAQUE or _installed(cls):
+                continue
+            for name in self._names & vars(cls).keys():
+                if isinstance(vars(cls)[name], SCALARS) and not name.startswith("__"):
+                    text = f"{cls.__module__}.{cls.__qualname__}.{name}"
+                    key = _ClassKey(cls, name)
+                    place = Place(text, vars(cls), key, "dict", vars(cls)[name], None, True)
+                    self._keep(place)
 
     def _attribute(
         self, text: str, holder: Any, own: Any, name: str, line: Read, depth: int, shared: bool
@@ -314,7 +276,8 @@ class _Walk:
         """Places of a module or a class whose attributes are read as constants."""
         for name in self._names:
             value = vars(holder).get(name, MISSING)
-            if _is_plain(value) and not hasattr(value, "__get__"):
+            followed = _is_plain(value) or (isinstance(holder, type) and _is_object(value))
+            if followed and not hasattr(value, "__get__"):
                 own = vars(holder)
                 key = _ClassKey(holder, name) if isinstance(holder, type) else name
                 self.value(f"{text}.{name}", own, key, "dict", value, (scope.code, name), 1, True)
@@ -347,9 +310,15 @@ class _Walk:
             self._stranger(text, value, line)
         elif isinstance(value, MethodType):
             inside(f"{text}.__self__", value, "__self__", "fixed", value.__self__)
-        elif isinstance(value, dict):
+        elif isinstance(value, (dict, MappingProxyType)):
+            way = "dict" if isinstance(value, dict) else "proxy"
             for k, v in value.items():
-                inside(f"{text}[{k!r}]", value, k, "dict", v)
+                inside(f"{text}[{k!r}]", value, k, way, v)
+        elif isinstance(value, (UserDict, UserList, ChainMap)):
+            name = "maps" if isinstance(value, ChainMap) else "data"
+            inside(f"{text}.{name}", vars(value), name, "dict", vars(value)[name])
+        elif isinstance(value, weakref.ref):
+            inside(f"{text}()", value, "()", "fixed", value())
         elif isinstance(value, (list, tuple, deque)):
             way = "fixed" if isinstance(value, tuple) else "item"
             for i, v in enumerate(value):
@@ -376,12 +345,13 @@ class _Walk:
         exact = kind_of(type(value)) in self._reads.noted
         own = getattr(value, "__dict__", None)
         wanted: Iterable[str] = names if exact else self._names
-        if own is not None and "__dict__" in names:
+        if own is not None and ("__dict__" in names or isinstance(value, Distribution)):
             wanted = own
         for name in wanted:
             named, read = f"{text}.{name}", names.get(name, line)
             real = _alias(type(value), name) or name
-            if own is not None and (real in own or exact) and not name.startswith("__"):
+            known = exact or (own is not None and real in own) or _has_default(type(value), real)
+            if own is not None and known and not name.startswith("__"):
                 self._attribute(named, value, own, real, read, depth + 1, shared)
             elif real in _slots(type(value)) and hasattr(value, real):
                 inner = getattr(value, real)
@@ -406,6 +376,11 @@ def _slots(cls: type) -> Iterator[str]:
     for base in cls.__mro__:
         slots = vars(base).get("__slots__", ())
         yield from (slots,) if isinstance(slots, str) else slots
+
+
+def _has_default(cls: type, name: str) -> bool:
+    """Whether an instance without this attribute has the one of its class."""
+    return any(name in vars(base) for base in cls.__mro__ if base is not object)
 
 
 def _alias(cls: type, name: str) -> str | None:
@@ -438,7 +413,7 @@ def _installed(value: ModuleType | type) -> bool:
 
 def _is_plain(value: Any, depth: int = 0) -> bool:
     """Whether it is a scalar, tensor or array, or a container of them."""
-    if isinstance(value, (*_SCALARS, *_ATOMS, torch.Tensor, np.ndarray)):
+    if isinstance(value, (*SCALARS, *ATOMS, torch.Tensor, np.ndarray)):
         return True
     if depth > _DEPTH:
         return False

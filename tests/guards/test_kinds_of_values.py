@@ -7,18 +7,21 @@ import datetime
 import gc
 import sys
 import threading
+import weakref
+from collections import ChainMap, UserDict
 from collections.abc import Callable
 from contextvars import ContextVar
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.distributions import Normal
 
 from tests.guards.test_guards import Net, guarded
 
@@ -45,6 +48,71 @@ def test_a_value_that_is_replaced(name: str) -> None:
     model.value = copy.deepcopy(before)
     assert guards.hold()
     model.value = after
+    assert not guards.hold()
+
+
+class Settings:
+    """Settings that the forward reads through something else."""
+
+    held: Settings | None = None
+    scale = 1.0
+
+    @classmethod
+    def get(cls) -> Settings:
+        assert cls.held is not None
+        return cls.held
+
+
+SETTINGS = {"scale": 1.0}
+SHOWN = MappingProxyType(SETTINGS)
+CHAINED = ChainMap({}, SETTINGS)
+OWN = UserDict(scale=1.0)
+HELD = Settings()
+PRIOR = [Normal(torch.zeros(4), torch.ones(4), validate_args=False)]
+READS: dict[str, tuple[Callable[[Any, Tensor], Any], Callable[[], object]]] = {
+    "a mapping proxy": (
+        lambda _, h: h * SHOWN["scale"],
+        lambda: SETTINGS.update(scale=SETTINGS["scale"] + 1),
+    ),
+    "a chain of dicts": (
+        lambda _, h: h * CHAINED["scale"],
+        lambda: SETTINGS.update(scale=SETTINGS["scale"] + 1),
+    ),
+    "a dict in an object": (lambda _, h: h * OWN["scale"], lambda: OWN.update(scale=2.0)),
+    "a weak reference": (lambda s, h: h * s.weak().scale, lambda: setattr(HELD, "scale", 2.0)),
+    "an object of a class": (
+        lambda _, h: h * Settings.get().scale,
+        lambda: setattr(HELD, "scale", 3.0),
+    ),
+    "a distribution": (
+        lambda _, h: h * PRIOR[0].log_prob(h),
+        lambda: PRIOR.__setitem__(0, Normal(torch.ones(4), torch.ones(4), validate_args=False)),
+    ),
+    "a distribution in place": (
+        lambda _, h: h * PRIOR[0].log_prob(h),
+        lambda: PRIOR[0].loc.fill_(3.0),
+    ),
+    "an attribute of the class": (
+        lambda s, h: h * type(s).rate,
+        lambda: setattr(Rated, "rate", 2.0),
+    ),
+}
+
+
+class Rated(Net):
+    rate = 1.0
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_value_behind_another(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Settings, "held", HELD)
+    use, change = READS[name]
+    model = Rated(use)
+    model.weak = weakref.ref(HELD)
+    guards = guarded(model)
+    assert guards.hold()
+    assert guards.hold()
+    change()
     assert not guards.hold()
 
 

@@ -32,9 +32,10 @@ from graphaccel.compat.torch.tensors import version
 from graphaccel.errors import DrawnOutside, GraphAccelError, StateFrozen
 from graphaccel.errors.messages import Location
 from graphaccel.guards.lines import call_as_written, location
-from graphaccel.guards.places import MISSING, Place, objects_of, places
+from graphaccel.guards.places import Place, objects_of, places
 from graphaccel.guards.reads import Reads, is_library, kind_of, line_of, recorded
 from graphaccel.guards.refusals import refuse_iterators
+from graphaccel.guards.tokens import MISSING
 from graphaccel.ir.replication.layers import KEPT
 
 _UNLIKELY = 0x5EED_0FF0

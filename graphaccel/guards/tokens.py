@@ -1,0 +1,68 @@
+"""Tokens: the part of a Python value that is compared before a step."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections import deque
+from collections.abc import Hashable
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any
+
+import numpy as np
+import torch
+
+from graphaccel.guards.reads import kind_of
+
+MISSING = object()
+"""The value of an attribute that was looked up and did not exist."""
+
+SCALARS = (bool, int, float, complex, str, bytes, type(None), type(...), slice, range)
+ATOMS = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, enum.Enum)
+FUNCTIONS = (FunctionType, BuiltinFunctionType, type)
+_WITH_VALUES = frozenset(
+    {"numpy", "datetime", "decimal", "fractions", "ipaddress", "pathlib", "uuid", "zoneinfo"}
+)
+"""Modules whose immutable objects are compared by their contents."""
+
+
+def token_of(value: Any) -> Any:
+    """The part of a value that is compared; contents of containers and objects are places of their
+    own."""
+    kind = type(value)
+    if isinstance(value, float) and math.isnan(value):
+        return kind, "nan"
+    if isinstance(value, (*SCALARS, *ATOMS)):
+        return kind, value
+    if isinstance(value, torch.Tensor):
+        return "tensor", value.dtype, tuple(value.shape), value.device.type, value.requires_grad
+    if isinstance(value, np.ndarray):
+        return "array", value.dtype.str, value.shape, value.tobytes()
+    if isinstance(value, MethodType):
+        value = value.__func__
+    if isinstance(value, FunctionType):  # that of a copy of the model may be a copy
+        return value.__code__
+    if isinstance(value, FUNCTIONS) or value is MISSING:
+        return value
+    if isinstance(value, dict):
+        return kind_of(kind), tuple(map(key_of, list(value)))  # another thread may change it
+    if isinstance(value, (list, tuple, deque)):
+        return kind_of(kind), len(value)
+    if isinstance(value, (set, frozenset)):
+        return kind_of(kind), frozenset(map(key_of, list(value)))
+    if isinstance(value, bytearray):
+        return kind, bytes(value)
+    return (kind, value) if is_value(value) else kind_of(kind)
+
+
+def is_value(value: Any) -> bool:
+    """Whether it is immutable and compared by its contents: a NumPy scalar, a Decimal, a date."""
+    kind = type(value)
+    if kind.__module__.partition(".")[0] not in _WITH_VALUES:
+        return False
+    return isinstance(value, Hashable) and kind.__eq__ is not object.__eq__
+
+
+def key_of(key: Any) -> Any:
+    """What a key of a container is known by: itself, or its class where it has no plain value."""
+    return key if isinstance(key, (*SCALARS, *ATOMS)) else kind_of(type(key))
