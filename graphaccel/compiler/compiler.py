@@ -29,12 +29,13 @@ from graphaccel.compiler.program_memory import ProgramMemory
 from graphaccel.compiler.programs import Target, build, placed_programs
 from graphaccel.errors import GraphAccelError
 from graphaccel.ir.program import StepProgram
-from graphaccel.kernels.registry import enabled, without_tensor_axis
+from graphaccel.kernels.registry import without_tensor_axis
 from graphaccel.passes.context import Fixed
 from graphaccel.passes.microbatch.exact_microbatch import mixes_examples, split_limits
 from graphaccel.passes.pipeline import prepared
 from graphaccel.planner.cluster.cluster import Cluster
 from graphaccel.planner.estimate.optimizer_memory import NOTHING, OptimizerMemory
+from graphaccel.planner.plan.base_plan import fusions_for, makes_kernels
 from graphaccel.planner.plan.limits import Limits
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.plan.plan_name import plan_name
@@ -199,18 +200,17 @@ class Compiler:
                 raise error
 
     def _fusions(self, plan: Plan) -> tuple[str, ...]:
-        """Off unless pinned: their gain has not been measured yet (docs/fusions.md)."""
-        names = enabled(
-            self.pins.get("fusions") or "off",
-            self.cluster.device.type,
-            compiled=(self.pins.get("compile") or "off") != "off",
-        )
+        """The fused ops of a plan that the search chooses."""
+        names = self._placed()
         return without_tensor_axis(names) if plan.tensor > 1 else names
+
+    def _placed(self) -> tuple[str, ...]:
+        pinned = self.pins.get("fusions"), self.pins.get("compile")
+        return fusions_for(*pinned, self.cluster.device.type)
 
     def stepping(self) -> OptimizerMemory:
         """Memory that the optimizer's step allocates; our fused step allocates none."""
-        ours = enabled(self.pins.get("fusions") or "off", self.cluster.device.type)
-        return NOTHING if ours else self.model.stepping
+        return NOTHING if self._placed() else self.model.stepping
 
     # ---- profiles and rates
 
@@ -218,7 +218,9 @@ class Compiler:
         """Profiles of a captured step, unsharded and as its shards run it. sizes: of the batch."""
         if step.fingerprint not in self._layouts:
             base = Plan(1, outputs=self.pins.get("outputs") or "loss")
-            whole = Profile(prepared(step, replace(base, fusions=self._fusions(base))))
+            built = prepared(step, replace(base, fusions=self._fusions(base)))
+            kernels = makes_kernels(self.pins.get("compile"), self.cluster.device.type)
+            whole = Profile(built, compiled=kernels)
             local = partial(self._local, step, sizes, self._corrected(whole))
             self._layouts[step.fingerprint] = Layouts(whole, local)
         return self._layouts[step.fingerprint]

@@ -40,7 +40,8 @@ def program_notes(
         notes += fusion_notes(placed_fusions(step, plan), cluster.device.type)
         notes += chunk_notes(layouts.of(plan), plan, cluster)
     if plan.compile != "off":
-        notes += compile_notes(program, layers=not plan.min_cut)
+        kernels = layouts.whole.compiled
+        notes += compile_notes(program, layers=not plan.min_cut, kernels=kernels)
     notes += graph_notes(program) if plan.cuda_graphs else ()
     return tuple(notes)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cached_property, partial
+from typing import Any
 
 from graphaccel.capture.batch import Batch
 from graphaccel.compiler.model import Model
@@ -12,6 +13,7 @@ from graphaccel.compiler.probe_routing import fullest_memory, share_of
 from graphaccel.compiler.schedules import schedule_of
 from graphaccel.ir.program import StepProgram
 from graphaccel.planner.cluster.cluster import Cluster
+from graphaccel.planner.estimate.stage_costs import repeating
 from graphaccel.planner.memory.exact_memory import UNEVEN, Resident, Sample, rank_curve, rank_memory
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.plan.prediction import Chosen, StageMemory
@@ -35,6 +37,29 @@ class ProgramMemory:
         return schedule_of(self.plan, self.program)
 
     @cached_property
+    def _few(self) -> tuple[Schedule, ...]:
+        """Schedules of few microbatches, of whose memory that of all follows: between warm-up and
+        cool-down each group of `pipeline` microbatches adds the same (the losses that stay).
+        The whole schedule alone where there are few, or where a schedule holds all of them."""
+        plan, program = self.plan, self.program
+        few = repeating(plan.pipeline, plan.microbatches)
+        longer = few + plan.pipeline
+        if plan.schedule == "gpipe" or program.headed or longer >= plan.microbatches:
+            return (self.schedule,)
+        return tuple(
+            schedule_of(replace(plan, microbatches=count), program) for count in (few, longer)
+        )
+
+    def _walked(self, memory: Callable[[Schedule], StageMemory]) -> StageMemory:
+        """A rank's memory under the whole schedule. memory: under a given one."""
+        short, *longer = map(memory, self._few)
+        if not longer:
+            return short
+        few = repeating(self.plan.pipeline, self.plan.microbatches)
+        groups = (self.plan.microbatches - few) // self.plan.pipeline
+        return _grown(short, longer[0], groups)
+
+    @cached_property
     def resident(self) -> Sequence[Resident]:
         """What each pipeline rank holds for the whole step."""
         exchanged = self.cluster.device.name == "cpu"
@@ -51,14 +76,15 @@ class ProgramMemory:
         return tuple(self._of_rank(rank, chosen) for rank in range(self.plan.pipeline))
 
     def _of_rank(self, rank: int, chosen: tuple[Chosen, ...]) -> StageMemory:
-        program, schedule, resident = self.program, self.schedule, self.resident[rank]
-        exact, _ = fullest_memory(chosen, program, schedule, rank, resident)
+        program, resident = self.program, self.resident[rank]
+        exact = self._walked(lambda s: fullest_memory(chosen, program, s, rank, resident)[0])
         tensors = exact.peak
         if chosen:
-            even = rank_memory(program, schedule, rank, resident)
+            even = self._walked(lambda s: rank_memory(program, s, rank, resident))
             exact = replace(exact, chosen=tensors - even.peak)
         if self.plan.expert > 1:
-            more = rank_memory(program, schedule, rank, resident, chosen=lambda _: UNEVEN)
+            uneven = partial(rank_memory, chosen=lambda _: UNEVEN)
+            more = self._walked(lambda s: uneven(program, s, rank, resident))
             exact = replace(exact, uneven=max(0, more.peak - tensors))
         margin = self.cluster.context_bytes + int(self.cluster.fragmentation * tensors)
         return replace(exact, other=margin, peak=tensors + margin)
@@ -88,3 +114,13 @@ class ProgramMemory:
             )
             for m in self.plan.prediction.memory
         )  # fmt: skip
+
+
+def _grown(short: Any, longer: Any, times: int) -> Any:
+    """`short` with the difference to `longer` added so often, in each number of its fields."""
+    if isinstance(short, int):
+        return short + times * (longer - short)
+    if not is_dataclass(short) or isinstance(short, type):
+        return short
+    pairs = {f.name: (getattr(short, f.name), getattr(longer, f.name)) for f in fields(short)}
+    return replace(short, **{name: _grown(a, b, times) for name, (a, b) in pairs.items()})

@@ -49,7 +49,9 @@ def _constants(step: StepGraph) -> dict[str, torch.Tensor]:
 
 
 def _stage_compiler(plan: Plan) -> StageCompiler | None:
-    return StageCompiler(progress, not plan.min_cut) if plan.compile != "off" else None
+    if plan.compile == "off":
+        return None
+    return StageCompiler(progress, layers=not plan.min_cut, strict=plan.fallback == "error")
 
 
 def _rebuilder(step: StepGraph) -> Callable[[torch.Tensor | None, Mapping[int, torch.Tensor]], Any]:

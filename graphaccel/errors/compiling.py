@@ -56,6 +56,8 @@ class CompileFailed(GraphAccelError):
             ),
             why="what Inductor can not compile is left to torch beforehand; this was not foreseen",
             help=(
+                "let torch run that part:  "
+                "graphaccel.optimize(model, optimizer, compile='inductor', fallback='fx')",
                 "run the graphs as they are:  graphaccel.optimize(model, optimizer, compile='off')",
                 "to see more of it:  TORCH_LOGS=+inductor",
             ),

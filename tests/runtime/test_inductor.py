@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,7 +24,7 @@ from graphaccel.errors import CompileFailed
 from graphaccel.ir.program import StageProgram
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.runtime.inductor import compile as inductor
-from graphaccel.runtime.inductor.compile import StageCompiler
+from graphaccel.runtime.inductor.compile import StageCompiler, compile_here
 from graphaccel.runtime.inductor.partition import notes, pieces
 from tests.support.gpt import GPT
 from tests.support.small import Classifier, small_batch
@@ -175,6 +176,50 @@ def test_an_error_of_inductor_names_the_stage(monkeypatch: pytest.MonkeyPatch) -
     assert raised.value.stage == 0
     assert raised.value.phase == "forward"
     assert "reported:  NotImplementedError: no lowering" in str(raised.value)
+
+
+def test_what_inductor_refuses_runs_as_fx_code_and_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def failing(*_: Any) -> Run:
+        raise NotImplementedError("no lowering")
+
+    monkeypatch.setattr(inductor, "compile_graph", failing)
+    plain = Classifier().double()
+    planned = copy.deepcopy(plain)
+    graphaccel.optimize(planned, devices=1, compile="inductor", fallback="fx")
+    x, y = small_batch()
+    with pytest.warns(UserWarning, match="refused them: NotImplementedError") as warned:
+        planned(x.double(), y).backward()
+    forward, backward = (str(w.message) for w in warned)
+    assert re.match(r"graphaccel: stage 0, forward: \d+ calls from aten\.\S+ in inner ", forward)
+    assert backward.startswith("graphaccel: stage 0, backward: ")
+    plain(x.double(), y).backward()
+    for a, b in zip(plain.parameters(), planned.parameters(), strict=True):
+        torch.testing.assert_close(b.grad, a.grad, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("pinned", "device", "triton", "here"),
+    [
+        (None, "cuda", False, None),
+        ("auto", "cuda", True, "auto"),
+        ("auto", "cpu", False, "auto"),
+        ("inductor", "cuda", False, "inductor"),
+        ("off", "cuda", False, "off"),
+    ],
+)
+def test_the_default_is_kept_where_it_can_be(
+    pinned: str | None, device: str, triton: bool, here: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inductor, "has_triton", lambda: triton)
+    assert compile_here(pinned, torch.device(device)) == here
+
+
+def test_a_gpu_without_triton_runs_fx_code_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inductor, "has_triton", lambda: False)
+    with pytest.warns(UserWarning, match=r"not compiled: Triton is missing \(pip install triton\)"):
+        assert compile_here("auto", torch.device("cuda")) == "off"
 
 
 @pytest.mark.slow

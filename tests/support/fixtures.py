@@ -77,7 +77,8 @@ def facts(request: pytest.FixtureRequest, made_up: Callable[..., Cluster]) -> Fa
     chosen = compiler.choose(as_batch(batch), record)
     step, plan, program = chosen.step, chosen.plan, chosen.program
     assert record.outcome is not None
-    made = gather(plan, step, where, model_name="gpt", assumed="AdamW")
+    layouts = compiler.layouts(step)
+    made = gather(plan, step, where, model_name="gpt", assumed="AdamW", layouts=layouts)
     memory = ProgramMemory(compiler.model, where, as_batch(batch), plan, program)
     curves = memory.curves(run_spans(made))
     return replace(

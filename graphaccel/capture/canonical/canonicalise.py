@@ -127,20 +127,29 @@ def _slice_write(node: fx.Node) -> None:
 
 
 def _masked_write(node: fx.Node) -> None:
-    """One number written where a mask is true (`x[x > 1] = 3`) becomes an elementwise `where`."""
+    """The same number or row written where a mask is true (`x[x > 1] = 3`, `rows[mask] = row`)
+    becomes an elementwise `where`: the shape of neither it nor its gradient depends on the mask."""
     passed = arguments_of(node)
     into, indices, value = passed["self"], passed["indices"], passed["values"]
     if passed["accumulate"] or len(indices) != 1 or not isinstance(indices[0], fx.Node):
         return
     (mask,) = indices
-    selected, number = mask.meta["val"], value.meta["val"]
+    selected, written = mask.meta["val"], value.meta["val"]
     old = into.meta["val"]
-    if selected.dtype != torch.bool or number.numel() != 1 or number.dtype != old.dtype:
+    if selected.dtype != torch.bool or written.dtype != old.dtype:
         return
-    for _ in range(old.dim() - selected.dim()):
+    row = old.dim() - selected.dim()  # dims of what one place of the mask selects
+    first, kept = written.shape[: max(0, written.dim() - row)], written.shape[written.dim() - row :]
+    if any(not _is_one(size) for size in first):
+        return
+    for _ in range(row):
         mask = emit(node, aten.unsqueeze.default, mask, -1)
-    value = emit(node, aten.reshape.default, value, []) if number.dim() else value
+    value = emit(node, aten.reshape.default, value, list(kept)) if first else value
     replace_call(node, emit(node, aten.where.self, mask, value, into))
+
+
+def _is_one(size: Any) -> bool:
+    return isinstance(size, int) and size == 1
 
 
 def _expert_matmul(node: fx.Node) -> None:

@@ -43,9 +43,12 @@ from graphaccel.compat.torch.export import (
     causal_masks_as_given,
     inference_as_no_grad,
     keywords_as_names,
+    not_compiling,
     parametrizations_computed,
+    questions_whether_compiling,
 )
 from graphaccel.compat.torch.graphs import graph_module
+from graphaccel.errors import GraphAccelError
 
 OUTSIDE = "outside"
 """Given instead of a loss function: the script computes the loss, whatever the model returns."""
@@ -253,6 +256,25 @@ def export_forward(
         UnregisteredWeight: it reads a weight that is not registered in the model (GA105).
         CaptureRefused: anything else that has no graph (GA102), with the user's own line.
     """
+    with questions_whether_compiling() as asked:
+        try:
+            return _exported(model, batch, loss_fn, answers)
+        except GraphAccelError as error:
+            if not any(asked):
+                raise
+            first = error
+    # The model branches on whether it is traced: code that leaves out what eager mode does (a
+    # default mask) may fail only here.
+    try:
+        with not_compiling():
+            return _exported(model, batch, loss_fn, answers)
+    except GraphAccelError:
+        raise first from first.__cause__
+
+
+def _exported(
+    model: nn.Module, batch: Batch, loss_fn: LossFn, answers: Answers | None
+) -> ForwardGraph:
     notes: list[Returned] = []
     weights = Weights(model)
     watch = Watch(model, weights)

@@ -98,7 +98,8 @@ class Watch:
     def refuse_lost(self, program: Any) -> None:
         """Raises GradientInside where a gradient that the forward takes is a constant in the
         exported program: export loses gradients that read the result of an op."""
-        if self._gradients and any(isinstance(c, FakeTensor) for c in program.constants.values()):
+        lifted = program.graph_signature.inputs_to_lifted_tensor_constants.values()
+        if self._gradients and any(isinstance(program.constants[c], FakeTensor) for c in lifted):
             raise GradientInside(self._gradients[0])
 
     def cause(self, error: Exception) -> Exception:

@@ -49,6 +49,27 @@ def keywords_as_names() -> Iterator[None]:
 
 
 @contextmanager
+def questions_whether_compiling() -> Iterator[list[bool]]:
+    """Yields a list to which every answer of `torch.compiler.is_compiling()` is appended."""
+    answers: list[bool] = []
+    own = torch.compiler.is_compiling
+
+    def asked() -> bool:
+        answers.append(own())
+        return answers[-1]
+
+    with patch.object(torch.compiler, "is_compiling", asked):
+        yield answers
+
+
+@contextmanager
+def not_compiling() -> Iterator[None]:
+    """Meanwhile `torch.compiler.is_compiling()` is false, as in eager mode."""
+    with patch.object(torch.compiler, "is_compiling", lambda: False):
+        yield
+
+
+@contextmanager
 def without_stack_traces() -> Iterator[None]:
     """Meanwhile traced nodes do not record the lines they come from: a tenth of the time of an
     export."""

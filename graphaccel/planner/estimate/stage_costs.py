@@ -180,7 +180,7 @@ def _flight(schedule: str, ranks: int, per_rank: int, microbatches: int) -> Mapp
         return dict.fromkeys(range(stages), microbatches)
     if schedule == "zero_bubble":
         return dict.fromkeys(range(stages), min(microbatches, ranks))
-    held = [h.max(axis=0) for h in _held_by_rank(ranks, per_rank, _few(ranks, microbatches))]
+    held = [h.max(axis=0) for h in _held_by_rank(ranks, per_rank, repeating(ranks, microbatches))]
     return {s: int(held[s % ranks][s // ranks]) for s in range(stages)}
 
 
@@ -194,7 +194,7 @@ def held_together(plan: Plan, bytes_of: Sequence[int] | np.ndarray) -> np.ndarra
         return _flight_column(plan.schedule, plan.pipeline, plan.interleave, plan.microbatches)
     ranks = plan.pipeline
     sizes = np.asarray(bytes_of, dtype=np.int64).reshape(plan.interleave, ranks)
-    moments = _held_by_rank(ranks, plan.interleave, _few(ranks, plan.microbatches))
+    moments = _held_by_rank(ranks, plan.interleave, repeating(ranks, plan.microbatches))
     results = [held[(held @ sizes[:, rank]).argmax()] for rank, held in enumerate(moments)]
     return np.stack(results, axis=1).reshape(-1)
 
@@ -205,7 +205,7 @@ def _flight_column(schedule: str, ranks: int, per_rank: int, microbatches: int) 
     return np.array([held[stage] for stage in range(ranks * per_rank)])
 
 
-def _few(ranks: int, microbatches: int) -> int:
+def repeating(ranks: int, microbatches: int) -> int:
     """The number of microbatches after which a rank's states repeat: microbatches pass in groups of
     `ranks`, and between warm-up and cool-down every group is identical to the one before it."""
     return min(microbatches, _GROUPS * ranks + microbatches % ranks)

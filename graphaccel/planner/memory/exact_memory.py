@@ -216,6 +216,7 @@ class _Run:
     def __post_init__(self) -> None:
         self.last = max((a.microbatch for a in self.actions), default=0)
         self.last_of_stage = last_actions(self.actions)
+        self.outside = bool(self.program.tangents)  # whether the script computes the loss
 
     def start(self, batch: int) -> None:
         self._start(batch)
@@ -271,11 +272,10 @@ class _Run:
         if verb == "post":
             self.post(action)
         elif verb == "run":
-            outside = bool(self.program.tangents)
-            if outside and action.kind == "backward":
+            if self.outside and action.kind == "backward":
                 self.handed_in(self._stage(action.stage))
             self.run(action)
-            if outside and action.kind == "forward":
+            if self.outside and action.kind == "forward":
                 self.handed_out()
         elif verb == "release":
             for storage in self.sending.pop(_key(action), []):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from graphaccel.kernels.registry import enabled
 from graphaccel.planner.plan.axis_order import AXES
 from graphaccel.planner.plan.pins import Pins
 from graphaccel.planner.plan.plan import Plan, Precision
@@ -18,6 +19,35 @@ PRECISIONS: Mapping[str, Precision] = {
 }
 
 
+COMPILERS = ("off", "inductor")
+"""What runs the graphs of stages (`Plan.compile`): FX code, or Inductor's."""
+
+
+def compile_for(pinned: str | None, device_type: str) -> str:
+    """What runs the graphs of stages ("off" or "inductor") for a pin: "auto" is Inductor on GPUs.
+    On a CPU it needs a C++ compiler, and is not faster on every model (docs/compile.md)."""
+    if pinned == "auto":
+        return "inductor" if device_type == "cuda" else "off"
+    return pinned or "off"
+
+
+def makes_kernels(compile: str | None, device_type: str) -> bool:
+    """Whether Inductor makes the kernels of a GPU, whose time is predicted
+    (`planner.profile.compiled_traffic`). compile: the pin, or a plan's."""
+    return device_type == "cuda" and compile_for(compile, device_type) == "inductor"
+
+
+def fusions_for(
+    pinned: str | Sequence[str] | None, compile: str | None, device_type: str
+) -> tuple[str, ...]:
+    """Names of the fused ops that may be placed; none unless pinned. compile: the pin.
+
+    Raises: UnknownFusion (GA703), BadFusionPackage (GA704).
+    """
+    compiled = compile_for(compile, device_type) != "off"
+    return enabled(pinned or "off", device_type, compiled=compiled)
+
+
 def base_plan(
     pins: Pins,
     devices: int,
@@ -30,6 +60,7 @@ def base_plan(
     """The plan from which the search starts: every pinned decision that does not depend on the
     mesh. device_type: on a GPU, compiled code is bound by the bytes that it moves, and a min-cut
     decides which of them are saved."""
+    compile = compile_for(pins.compile, device_type)
     return Plan(
         devices=devices,
         precision=PRECISIONS[pins.precision or "fp32"],
@@ -50,10 +81,10 @@ def base_plan(
         scatter_sends=bool(pins.scatter_sends),
         ort="auto" if pins.ort is None else pins.ort,
         fallback=pins.fallback or "error",
-        compile=pins.compile or "off",
+        compile=compile,
         cuda_graphs=bool(pins.cuda_graphs),
         min_cut=(
-            pins.compile == "inductor" and device_type == "cuda"
+            compile == "inductor" and device_type == "cuda"
             if pins.min_cut is None
             else pins.min_cut
         ),

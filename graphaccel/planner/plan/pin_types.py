@@ -32,7 +32,7 @@ class PinArguments(TypedDict, total=False):
     cuts: Sequence[str] | None
     bucket_bytes: int | None
     precision: Literal["fp32", "bf16", "bf16-params", "fp16", "tf32", "fp8"] | None
-    compile: Literal["off", "inductor"] | None
+    compile: Literal["off", "auto", "inductor"] | None
     min_cut: bool | None
     cuda_graphs: bool | None
     fusions: str | Sequence[str] | None

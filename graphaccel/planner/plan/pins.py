@@ -142,11 +142,15 @@ class Pins:
         numerics="rounds matmuls (and what follows) to the named precision",
     )  # fmt: skip
     compile: str | None = _pin(
-        "kernels", "choice", "what runs the graphs of stages", choices=("off", "inductor")
+        "kernels",
+        "choice",
+        "what runs the graphs of stages; auto: Inductor on GPUs",
+        choices=("off", "auto", "inductor"),
     )
     min_cut: bool | None = _pin(
         "kernels", "switch", "choose value by value, by a min-cut, what a forward saves and what "
-        "its backward recomputes; by default where Inductor compiles for a GPU",
+        "its backward recomputes; by default where Inductor compiles for a GPU and there is no "
+        "pipeline",
         numerics="rounds elementwise calls otherwise: they are decomposed",
     )  # fmt: skip
     cuda_graphs: bool | None = _pin(
@@ -187,8 +191,9 @@ class Pins:
         "faster), all, or module paths", choices=("off", "auto", "all"), metavar="WHAT",
     )  # fmt: skip
     fallback: str | None = _pin(
-        "kernels", "choice", "what a region does that ONNX Runtime fails to build or run: an "
-        "error, or torch runs it", choices=("error", "fx"), option=None, needs="ort",
+        "kernels", "choice", "what happens with a part that ONNX Runtime or Inductor fails to "
+        "build or run: an error, or torch runs it", choices=("error", "fx"), option=None,
+        needs="ort, or compile",
     )  # fmt: skip
     spared: tuple[str, ...] = ()
 

@@ -93,8 +93,8 @@ class Plan:
     loss_chunk: tokens of a microbatch whose logits a fused head and loss holds at a time; 0: the
       op's own default.
     ort: what ONNX Runtime runs: "off", "all" (whatever it can), "auto" (what was measured to be
-      faster), or module paths. fallback: "error", or "fx": torch runs a region that ONNX Runtime
-      fails to build or run.
+      faster), or module paths. fallback: "error", or "fx": torch runs what ONNX Runtime or
+      Inductor fails to build or run.
     compile: what runs the graphs of stages: "off" (FX code) or "inductor". cuda_graphs: actions are
       recorded as CUDA graphs, and replayed.
     min_cut: calls are decomposed, and a min-cut decides value by value what a forward saves and

@@ -225,19 +225,22 @@ def node_bytes(node: fx.Node, resolve: Resolve = _symbolic) -> Amount:
     if node.op != "call_function" or is_view(node):
         return 0
     written = tensor_bytes(node, resolve)
-    total = written
+    sources = dict.fromkeys(node.all_input_nodes)
+    return written + sum(read_bytes(node, source, resolve) for source in sources)
+
+
+def read_bytes(node: fx.Node, source: fx.Node, resolve: Resolve = _symbolic) -> Amount:
+    """Bytes that a node reads of one of its inputs (`node_bytes`)."""
     if op_packet(node) in _GATHERS:
-        gathers = {operands(node)[0]: written}
+        gathers = {operands(node)[0]: tensor_bytes(node, resolve)}
     else:
         gathers = _gathered(node, resolve)
-    for source in dict.fromkeys(node.all_input_nodes):
-        read = tensor_bytes(source, resolve)
-        if source in gathers:
-            read = gathers[source]
-        elif resolve is not _symbolic and source.target in (aten.expand.default,):
-            read = min(read, tensor_bytes(first_input(source), resolve))
-        total = total + read
-    return total
+    if source in gathers:
+        return gathers[source]
+    read = tensor_bytes(source, resolve)
+    if resolve is not _symbolic and source.target in (aten.expand.default,):
+        return min(read, tensor_bytes(first_input(source), resolve))
+    return read
 
 
 def _gathered(node: fx.Node, resolve: Resolve) -> dict[Any, Amount]:

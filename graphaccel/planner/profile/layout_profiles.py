@@ -93,7 +93,9 @@ class Layouts:
             if BATCH not in local.step.sizes:  # one profile for each microbatch size
                 self._fixed.add(_layout_of(plan))
                 key = self._key(plan)
-            self._made[key] = Profile(local.step, local.partial, local.lines), local
+            compiled = self.whole.compiled
+            profile = Profile(local.step, local.partial, local.lines, compiled=compiled)
+            self._made[key] = profile, local
         return self._made[key]
 
     def _key(self, plan: Plan) -> Any:

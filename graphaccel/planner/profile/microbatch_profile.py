@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
+from torch import fx
 
 from graphaccel.capture.symbols import BATCH
 from graphaccel.ir.analysis_cache import AnalysisCache
 from graphaccel.planner.cluster.cluster import Device
 from graphaccel.planner.profile.axis_collectives import KINDS, Wires
 from graphaccel.planner.profile.chunk_rows import chunk_sizes
+from graphaccel.planner.profile.compiled_traffic import compiled_work
 from graphaccel.planner.profile.cost import Sizes, chunk_bytes, dims_of, in_chunks, node_work
-from graphaccel.planner.profile.efficiency import gap_seconds, seconds_of
+from graphaccel.planner.profile.efficiency import Work, gap_seconds, seconds_of
 
 if TYPE_CHECKING:
     from graphaccel.planner.profile.block_recompute import Recomputation
@@ -61,7 +63,7 @@ class SizedProfile:
         parted = [n for n in first if in_chunks(n)]
         self.chunks = chunk_sizes(parted, resolve, device)
         chunk = chunk or next(iter(self.chunks), 0)
-        costs = [node_work(n, resolve, chunk, device.type) for n in first]
+        costs = [_work(n, profile, resolve, chunk, device.type) for n in first]
         moves = np.array([n.target in KINDS for n in first])
         sent = np.zeros(len(first))
         if wires is not None:
@@ -238,6 +240,11 @@ class SizedProfile:
     def row_seconds(self) -> np.ndarray:
         """Seconds of the device for each joint row."""
         return self._by_kind[0][self._profile.node_kinds[0]]
+
+
+def _work(node: fx.Node, profile: Profile, sizes: Sizes, chunk: int, on: str) -> Work:
+    part = profile.traffic.get(node)
+    return node_work(node, sizes, chunk, on) if part is None else compiled_work(node, part, sizes)
 
 
 def _bytes(tensor: Tensor, sizes: Sizes) -> int:

@@ -36,6 +36,7 @@ from graphaccel.planner.profile.block_recompute import (
     recomputation_of,
     saved_with,
 )
+from graphaccel.planner.profile.compiled_traffic import Traffic, compiled_traffic
 from graphaccel.planner.profile.cost import (
     RESHAPES,
     TRANSPOSES,
@@ -88,10 +89,13 @@ class Profile:
         step: StepGraph,
         partial: Mapping[str, tuple[str, ...]] | None = None,
         lines: Lines | None = None,
+        *,
+        compiled: bool = False,
     ) -> None:
         """partial: parameter → axes besides data over which its gradient is a partial sum. lines:
-        of the step's joint graph, where they are known."""
-        self.step = step
+        of the step's joint graph, where they are known. compiled: Inductor compiles the step for a
+        GPU."""
+        self.step, self.compiled = step, compiled
         self.partial = dict(partial or {})
         self.names = tuple(node_names(step.forward.graph))
         self.position = {name: i for i, name in enumerate(self.names)}
@@ -183,12 +187,17 @@ class Profile:
         first: list[fx.Node] = []
         kinds = []
         for node in self.lines.nodes:
-            key = _asked(node)
+            key = _asked(node), self.traffic.get(node)
             if key not in numbers:
                 numbers[key] = len(first)
                 first.append(node)
             kinds.append(numbers[key])
         return self.lines.by_row(kinds), first
+
+    @cached_property
+    def traffic(self) -> Mapping[fx.Node, Traffic]:
+        """What calls read and write that are compiled into one kernel with others."""
+        return compiled_traffic(self.lines.nodes) if self.compiled else {}
 
     @cached_property
     def storage_kinds(self) -> tuple[np.ndarray, list[Tensor]]:

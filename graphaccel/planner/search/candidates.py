@@ -126,8 +126,11 @@ class Shape(NamedTuple):
         return batch // (self.data * self.microbatches)
 
     def on(self, base: Plan) -> Plan:
-        """`base` with these decisions, still without cuts and recomputation."""
-        return replace(base, **{k: v for k, v in self._asdict().items() if k != "recompute"})
+        """`base` with these decisions, still without cuts and recomputation. A pipeline has a
+        min-cut only where it is pinned: programs of deep ones are then built from all layers."""
+        decided = {k: v for k, v in self._asdict().items() if k != "recompute"}
+        min_cut = base.min_cut and (self.pipeline == 1 or "min_cut" in base.pinned)
+        return replace(base, **decided, min_cut=min_cut)
 
 
 def plain(pins: Pins, shape: Shape | Plan) -> bool:

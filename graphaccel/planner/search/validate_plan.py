@@ -16,7 +16,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.errors import BadPin
 from graphaccel.kernels.registry import enabled, without_tensor_axis
-from graphaccel.planner.plan.base_plan import PRECISIONS
+from graphaccel.planner.plan.base_plan import COMPILERS, PRECISIONS
 from graphaccel.planner.plan.limits import Limits
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.plan.read_pins import check_alone, read_pins
@@ -96,6 +96,8 @@ def pins_of(plan: Plan) -> dict[str, Any]:
 
 
 def _check_counts(plan: Plan) -> None:
+    if plan.compile not in COMPILERS:  # a plan does not leave it open, as a pin does
+        raise BadPin(pin="compile", value=plan.compile, reason="unknown", allowed=COMPILERS)
     for name in ("devices", "batch"):
         if getattr(plan, name) < 1:
             reason = "it is a count of at least 1"

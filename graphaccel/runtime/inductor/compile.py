@@ -8,6 +8,7 @@ FX code would.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -39,21 +40,36 @@ def check_compiler(compile: str, device: torch.device) -> None:
         raise CompilerMissing(asked=f"compile={compile!r}", reason=reason, triton=True)
 
 
+def compile_here(pinned: str | None, device: torch.device) -> str | None:
+    """The pin `compile` for this machine: "auto" on a GPU is "off" without Triton, with a
+    warning."""
+    if pinned != "auto" or device.type != "cuda" or has_triton():
+        return pinned
+    warnings.warn(
+        "graphaccel: stages run as FX code, not compiled: Triton is missing (pip install triton)",
+        stacklevel=3,
+    )
+    return "off"
+
+
 @dataclass(frozen=True)
 class StageCompiler:
-    """Compiles the graphs of stages. tell: called with (phase, what, seconds) for each stage.
+    """Compiles the graphs of stages. report: called with (phase, what, seconds) for each stage.
     layers: whether graphs are cut at the ends of identical layers, one of which is compiled for
       all, or are compiled whole, which fuses across them.
+    strict: an error of Inductor is CompileFailed (GA902); else torch runs that piece as FX code,
+      with a warning that names it.
     known: compiled code by signature: identical pieces share it."""
 
     report: Report
     layers: bool = True
+    strict: bool = True
     known: dict[Hashable, Boxed] = field(default_factory=dict, repr=False)
 
     def stage(self, program: StageProgram, phases: Sequence[str] = PHASES) -> StageProgram:
         """The stage with compiled graphs of some phases in place of FX code.
 
-        Raises CompileFailed (GA902).
+        Raises CompileFailed (GA902), where `strict`.
         """
         start = time.perf_counter()
         before = len(self.known)
@@ -87,15 +103,23 @@ class StageCompiler:
             try:
                 runs.append(self._compiled(module, piece))
             except Exception as error:  # Inductor's errors have no common base
-                raise CompileFailed(
-                    stage=stage,
-                    phase=phase,
-                    calls=len(piece.nodes),
-                    first=_place(piece.nodes[0]),
-                    cause=_message(error),
-                ) from error
+                self._refused(piece, stage, phase, error)
+                runs.append(_plain(module, piece))
+                continue
             done.append(len(piece.nodes))
         return Compiled(module, parts, runs)
+
+    def _refused(self, piece: Piece, stage: int, phase: str, error: Exception) -> None:
+        calls, first, cause = len(piece.nodes), _place(piece.nodes[0]), _message(error)
+        if self.strict:
+            raise CompileFailed(
+                stage=stage, phase=phase, calls=calls, first=first, cause=cause
+            ) from error
+        warnings.warn(
+            f"graphaccel: stage {stage}, {phase}: {calls} calls from {first} on run as FX code; "
+            f"Inductor refused them: {cause}",
+            stacklevel=2,
+        )
 
     def _compiled(self, module: fx.GraphModule, piece: Piece) -> Boxed:
         kind = signature(piece)

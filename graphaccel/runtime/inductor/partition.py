@@ -164,8 +164,9 @@ def _layer(node: fx.Node) -> str:
     return ".".join(path[: numbers[0] + 1]) if numbers else ""
 
 
-def notes(program: StepProgram, *, layers: bool = True) -> tuple[str, ...]:
-    """The report's lines about the pieces of all graphs of a step, each graph once."""
+def notes(program: StepProgram, *, layers: bool = True, kernels: bool = False) -> tuple[str, ...]:
+    """The report's lines about the pieces of all graphs of a step, each graph once. kernels:
+    whether the time is that of compiled kernels."""
     compiled, count, calls = 0, 0, 0
     unlike: set[Hashable] = set()
     reasons: Counter[str] = Counter()
@@ -187,10 +188,8 @@ def notes(program: StepProgram, *, layers: bool = True) -> tuple[str, ...]:
     if reasons:
         rows = sorted(reasons.items(), key=lambda row: (-row[1], row[0]))
         said += "; torch runs those that " + ", ".join(f"{why} ({n})" for why, n in rows)
-    return (
-        said,
-        "time and memory are predicted without Inductor (docs/compile.md says what was measured)",
-    )
+    counted = "memory is predicted" if kernels else "time and memory are predicted"
+    return said, f"{counted} without Inductor (docs/compile.md says what was measured)"
 
 
 def _ordered(graph: fx.Graph) -> Iterator[fx.Node]:

@@ -51,6 +51,7 @@ error[GA902]: Inductor failed to compile the backward of stage 1
   part:      212 calls from aten.mm.default in transformer.h.6 on
   reported:  CppCompileError: C++ compile error
   why:  what Inductor can not compile is left to torch beforehand; this was not foreseen
+  help: let torch run that part:  graphaccel.optimize(model, optimizer, compile='inductor', fallback='fx')
   help: run the graphs as they are:  graphaccel.optimize(model, optimizer, compile='off')
   help: to see more of it:  TORCH_LOGS=+inductor
   explain: graphaccel explain GA902""",
