@@ -9,7 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch.fx import config
+from torch.fx import config, graph
 
 # Raised by export where the user's code branches on the value of a tensor
 # (capture/export/export.py).
@@ -44,7 +44,7 @@ def keywords_as_names() -> Iterator[None]:
             base = f"{base}.{name}" if plain else f"getattr({base}, {name!r})"
         return base
 
-    with patch.object(torch.fx.graph, "_format_target", read, create=True):
+    with patch.object(graph, "_format_target", read, create=True):
         yield
 
 
