@@ -240,16 +240,12 @@ def _scopes(codes: dict[int, tuple[CodeType, dict[str, Any]]]) -> tuple[Scope, .
 
 
 def _referrers(wanted: list[CodeType]) -> list[Any]:
-    """What refers to these, also where the script has called `gc.freeze()`, after which the garbage
-    collector does not look at the objects of before."""
-    frozen = gc.get_freeze_count()
-    if frozen:
+    """What refers to these. The garbage collector does not look at objects that `gc.freeze()` has
+    set apart, so they are put back; freezing again would also set apart what was created since
+    then, and garbage among it would never be freed."""
+    if gc.get_freeze_count():
         gc.unfreeze()
-    try:
-        return gc.get_referrers(*wanted)
-    finally:
-        if frozen:
-            gc.freeze()
+    return gc.get_referrers(*wanted)
 
 
 def _file(code: CodeType, names: dict[str, Any]) -> str:
