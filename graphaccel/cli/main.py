@@ -39,7 +39,7 @@ from graphaccel.errors import (
 from graphaccel.planner.plan.option_values import byte_count, positive
 
 INTERRUPTED = 130  # 128 + SIGINT
-BROKEN_PIPE = 141  # 128 + SIGPIPE
+CLOSED_PIPE = 141  # 128 + SIGPIPE
 _EXIT_CODES = {UnknownDevice: 2, BadCluster: 2, InfeasiblePlan: NOTHING_FITS}
 
 
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return command(arguments)
     except BrokenPipeError:
         drop_output()
-        return BROKEN_PIPE
+        return CLOSED_PIPE
     except KeyboardInterrupt:
         print("graphaccel: interrupted", file=sys.stderr)
         return INTERRUPTED

@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from graphaccel.compat.torch.fakes import FakeTensor
 from graphaccel.guards.lines import Read
 from graphaccel.guards.reads import Reads, Scope, is_library, kind_of
-from graphaccel.guards.tokens import ATOMS, FUNCTIONS, MISSING, SCALARS, is_value, token_of
+from graphaccel.guards.tokens import FUNCTIONS, MISSING, PLAIN_TYPES, SCALARS, is_value, token_of
 
 _DEPTH = 6
 STRUCTURE = frozenset({*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"}) - {"training"}
@@ -123,7 +123,7 @@ def objects_of(model: nn.Module, *others: Any) -> set[type]:
 
 def _is_object(value: Any) -> bool:
     kind = type(value)
-    plain = (*SCALARS, *ATOMS, *FUNCTIONS, torch.Tensor, nn.Module, np.ndarray, np.generic)
+    plain = (*SCALARS, *PLAIN_TYPES, *FUNCTIONS, torch.Tensor, nn.Module, np.ndarray, np.generic)
     if isinstance(value, (*plain, ModuleType, MethodType, functools.partial, dict, list, tuple)):
         return False
     if isinstance(value, (threading.local, torch.optim.Optimizer, LRScheduler, Distribution)):
@@ -413,7 +413,7 @@ def _installed(value: ModuleType | type) -> bool:
 
 def _is_plain(value: Any, depth: int = 0) -> bool:
     """Whether it is a scalar, tensor or array, or a container of them."""
-    if isinstance(value, (*SCALARS, *ATOMS, torch.Tensor, np.ndarray)):
+    if isinstance(value, (*SCALARS, *PLAIN_TYPES, torch.Tensor, np.ndarray)):
         return True
     if depth > _DEPTH:
         return False

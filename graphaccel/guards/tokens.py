@@ -18,7 +18,7 @@ MISSING = object()
 """The value of an attribute that was looked up and did not exist."""
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None), type(...), slice, range)
-ATOMS = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, enum.Enum)
+PLAIN_TYPES = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, enum.Enum)
 FUNCTIONS = (FunctionType, BuiltinFunctionType, type)
 _WITH_VALUES = frozenset(
     {"numpy", "datetime", "decimal", "fractions", "ipaddress", "pathlib", "uuid", "zoneinfo"}
@@ -32,7 +32,7 @@ def token_of(value: Any) -> Any:
     kind = type(value)
     if isinstance(value, float) and math.isnan(value):
         return kind, "nan"
-    if isinstance(value, (*SCALARS, *ATOMS)):
+    if isinstance(value, (*SCALARS, *PLAIN_TYPES)):
         return kind, value
     if isinstance(value, torch.Tensor):
         return "tensor", value.dtype, tuple(value.shape), value.device.type, value.requires_grad
@@ -65,4 +65,4 @@ def is_value(value: Any) -> bool:
 
 def key_of(key: Any) -> Any:
     """What a key of a container is known by: itself, or its class where it has no plain value."""
-    return key if isinstance(key, (*SCALARS, *ATOMS)) else kind_of(type(key))
+    return key if isinstance(key, (*SCALARS, *PLAIN_TYPES)) else kind_of(type(key))

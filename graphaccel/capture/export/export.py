@@ -292,7 +292,7 @@ def _exported(
         one_name_each(model),
         keywords_as_names(),
         warnings.catch_warnings(),
-        quiet(),
+        without_reports(),
         watch.reading(),
     ):
         warnings.simplefilter("ignore")
@@ -411,7 +411,7 @@ def _batched_experts(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def without_reports() -> Iterator[None]:
     """Silence export and fake tensors, which log their own report of a failure and print the graph
     so far: our error text replaces both."""
     if os.environ.get("GRAPHACCEL_TRACEBACK") == "full":

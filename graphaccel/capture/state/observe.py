@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from graphaccel.capture.batch import Batch
-from graphaccel.capture.export.export import LossFn, export_forward, quiet, with_loss
+from graphaccel.capture.export.export import LossFn, export_forward, with_loss, without_reports
 from graphaccel.capture.export.watch import Copies
 from graphaccel.capture.layers.runs import find_runs, shortened
 from graphaccel.capture.state.carried import Ops, Path, kept_by, name_of
@@ -146,7 +146,7 @@ def _run(model: nn.Module, batch: Batch, loss_fn: LossFn, ops: Ops) -> bool:
     fake = next(p for p in nn.Module.parameters(model) if isinstance(p, FakeTensor)).fake_mode
     args, kwargs = batch.rebuild(batch.leaves)
     try:
-        with quiet(), fake, exporting(), torch.enable_grad(), ops, Copies():
+        with without_reports(), fake, exporting(), torch.enable_grad(), ops, Copies():
             with_loss(model, loss_fn)(*args, **kwargs)
     except Exception:  # whatever the model raises when it needs a value
         return False
