@@ -205,8 +205,12 @@ class Compiler:
         return without_tensor_axis(names) if plan.tensor > 1 else names
 
     def _placed(self) -> tuple[str, ...]:
-        pinned = self.pins.get("fusions"), self.pins.get("compile")
+        pinned = self._decided("fusions"), self._decided("compile")
         return fusions_for(*pinned, self.cluster.device.type)
+
+    def _decided(self, name: str) -> Any:
+        """A decision that graphs are profiled for: that of the plan to run, or else a pin."""
+        return self.pins.get(name) if self.given is None else getattr(self.given, name)
 
     def stepping(self) -> OptimizerMemory:
         """Memory that the optimizer's step allocates; our fused step allocates none."""
@@ -219,7 +223,7 @@ class Compiler:
         if step.fingerprint not in self._layouts:
             base = Plan(1, outputs=self.pins.get("outputs") or "loss")
             built = prepared(step, replace(base, fusions=self._fusions(base)))
-            kernels = makes_kernels(self.pins.get("compile"), self.cluster.device.type)
+            kernels = makes_kernels(self._decided("compile"), self.cluster.device.type)
             whole = Profile(built, compiled=kernels)
             local = partial(self._local, step, sizes, self._corrected(whole))
             self._layouts[step.fingerprint] = Layouts(whole, local)

@@ -151,10 +151,7 @@ class _Last:
             value = place.value
             if place.how == "dict":
                 self.dicts.append((place.holder, place.key, value))
-            elif (
-                place.how in ("attribute", "cell", "context", "proxy")
-                or id(place.holder) in partial
-            ):
+            elif place.how in _READ_AGAIN or id(place.holder) in partial:
                 self.others.append((place, value))
             if id(value) in seen:
                 continue

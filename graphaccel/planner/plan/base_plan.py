@@ -60,7 +60,6 @@ def base_plan(
     """The plan from which the search starts: every pinned decision that does not depend on the
     mesh. device_type: on a GPU, compiled code is bound by the bytes that it moves, and a min-cut
     decides which of them are saved."""
-    compile = compile_for(pins.compile, device_type)
     return Plan(
         devices=devices,
         precision=PRECISIONS[pins.precision or "fp32"],
@@ -81,12 +80,10 @@ def base_plan(
         scatter_sends=bool(pins.scatter_sends),
         ort="auto" if pins.ort is None else pins.ort,
         fallback=pins.fallback or "error",
-        compile=compile,
+        compile=compile_for(pins.compile, device_type),
         cuda_graphs=bool(pins.cuda_graphs),
         min_cut=(
-            compile == "inductor" and device_type == "cuda"
-            if pins.min_cut is None
-            else pins.min_cut
+            makes_kernels(pins.compile, device_type) if pins.min_cut is None else pins.min_cut
         ),
         offload=pins.on_host,
         batch=batch,

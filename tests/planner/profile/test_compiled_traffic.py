@@ -181,3 +181,6 @@ def test_a_gpu_is_planned_compiled_and_a_cpu_is_not() -> None:
     assert plans[0].prediction is not None
     assert plain.prediction is not None
     assert plans[0].prediction.seconds < plain.prediction.seconds
+    given = Compiler(model, cluster("h100-80gb", 1), {}, plans[0])
+    layouts = given.layouts(given.capture(batch)[0])
+    assert layouts.whole.compiled, "a plan from a file is profiled as it runs"
