@@ -35,10 +35,11 @@ from graphaccel.capture.export.no_grad import detach_regions
 from graphaccel.capture.export.one_name import one_name_each
 from graphaccel.capture.export.outputs import UnseenOutput, flatten_output, is_plain
 from graphaccel.capture.export.python_function import put_back
-from graphaccel.capture.export.watch import Watch
+from graphaccel.capture.export.watch import INSIDE, Watch
 from graphaccel.capture.export.weights import Weights
 from graphaccel.capture.state.caches import caches_of, forget_traced, restore_buffers
 from graphaccel.capture.trace import Answers
+from graphaccel.compat.torch.asserted import assertions_passed
 from graphaccel.compat.torch.export import (
     causal_masks_as_given,
     inference_as_no_grad,
@@ -157,6 +158,7 @@ class _WithLoss(nn.Module):
             inference_as_no_grad(),
             causal_masks_as_given(),
             parametrizations_computed(),
+            assertions_passed(INSIDE),
             around,
             numbers,
             written_in_place(self.model),

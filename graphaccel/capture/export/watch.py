@@ -37,6 +37,7 @@ from graphaccel.compat.torch.autograd import (
     version_read,
 )
 from graphaccel.compat.torch.fakes import FakeTensor
+from graphaccel.compat.torch.modules import conversions_checked
 from graphaccel.kernels.ops.ctc_loss import ctc_loss
 
 INSIDE = (f"{torch.__path__[0]}{os.sep}", f"{Path(__file__).parents[2]}{os.sep}")
@@ -89,6 +90,7 @@ class Watch:
         own = {id(t) for t in (*nn.Module.parameters(self._model), *self._model.buffers())}
         averages = cumulative_averages()
         with ExitStack() as stack:
+            stack.enter_context(conversions_checked(_converted))
             for context in (recording(), checkpoints_called(), _saved_as_they_are(), averages):
                 stack.enter_context(context)
             stack.enter_context(gradient_nodes_refused(_node_read))
@@ -322,6 +324,14 @@ def _node_read() -> None:
         "what is asked of `grad_fn`",
         "the graph has nodes of its own, to which hooks on these do not belong",
         "use a hook on the tensor:  h.register_hook(lambda gradient: gradient * 0.1)",
+    )
+
+
+def _converted(module: nn.Module) -> None:
+    raise RuleRefused(
+        f"`{type(module).__name__}.to(...)`, which changes the module's dtype or device,",
+        "the weights of the captured step are those that the optimizer was made with",
+        "convert it before the optimizer is made:  model.float()",
     )
 
 

@@ -1,0 +1,71 @@
+"""What an `assert` of the user asks of a value while export traces: it passes.
+
+torch.export follows `assert x`, without a message, and only where it is one jump in the code.
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import dropwhile
+from types import FrameType
+from typing import Any
+from unittest.mock import patch
+
+from torch.fx.experimental.sym_node import SymNode
+
+from graphaccel.compat.torch.export import DataDependentError
+
+_NOTHING = frozenset({"CACHE", "EXTENDED_ARG", "NOP", "NOT_TAKEN", "RESUME"})
+_TESTS = frozenset({"TO_BOOL", "COMPARE_OP"})
+"""Instructions that ask for a value from Python 3.12 on, before the jump that reads it."""
+
+
+@contextmanager
+def assertions_passed(inside: tuple[str, ...]) -> Iterator[None]:
+    """Meanwhile a value that depends on data is in an `assert` what lets it pass.
+
+    inside: folders of code that is not the user's.
+    """
+    own = SymNode.guard_bool
+
+    def guarded(self: SymNode, file: str, line: int) -> bool:
+        try:
+            return own(self, file, line)
+        except DataDependentError:
+            frame: FrameType | None = sys._getframe(1)
+            while frame is not None and frame.f_code.co_filename.startswith(("<", *inside)):
+                frame = frame.f_back
+            answer = None if frame is None else passing(frame)
+            if answer is None:
+                raise
+            return answer
+
+    with patch.object(SymNode, "guard_bool", guarded):
+        yield
+
+
+def passing(frame: FrameType) -> bool | None:
+    """The value with which the `assert` passes, or asks further, whose condition this frame is
+    testing; None in other code."""
+    code = [i for i in dis.get_instructions(frame.f_code) if i.opname not in _NOTHING]
+    rest = list(dropwhile(lambda i: i.offset < frame.f_lasti, code))
+    if rest and rest[0].opname in _TESTS:
+        rest = rest[1:]
+    if len(rest) < 2 or "POP_JUMP" not in rest[0].opname or "_IF_" not in rest[0].opname:
+        return None
+    jumps_if = rest[0].opname.endswith("TRUE")
+    if _fails(rest[1]):
+        return jumps_if
+    target = next(iter(i for i in code if i.offset >= rest[0].argval), None)
+    return not jumps_if if target is not None and _fails(target) else None
+
+
+def _fails(instruction: Any) -> bool:
+    """Whether an instruction begins what an `assert` does where it fails."""
+    constant = instruction.opname == "LOAD_COMMON_CONSTANT"
+    return instruction.opname == "LOAD_ASSERTION_ERROR" or (
+        constant and "AssertionError" in instruction.argrepr
+    )
