@@ -25,7 +25,7 @@ from graphaccel.checkpoint.contents import (
 from graphaccel.checkpoint.folders import CompleteCheckpoint, complete, newest
 from graphaccel.checkpoint.manifest import NAME, check_files, read_manifest
 from graphaccel.checkpoint.random_state import set_random_states
-from graphaccel.checkpoint.save import contents_of, folder_of
+from graphaccel.checkpoint.save import RESERVED, contents_of, folder_of, reserve_early
 from graphaccel.checkpoint.saver import saver_of
 from graphaccel.checkpoint.together import Together
 from graphaccel.checkpoint.trusted import TrustedReader, load_values, read_metadata
@@ -57,6 +57,7 @@ def load(
     optimizer: Optimizer | None = None,
     *,
     weights: bool = True,
+    asynchronous: bool = False,
     **more: Any,
 ) -> Loaded:
     """Continue from the newest complete checkpoint in `folder`, if there is one.
@@ -70,6 +71,8 @@ def load(
       None: the one given by `graphaccel run --checkpoint`.
     optimizer: None loads the weights alone, to evaluate a model.
     weights: as for `save`.
+    asynchronous: the saves of this run will be asynchronous: host memory for the first one is
+      allocated in the background of the first step.
     more: models, optimizers and objects that were given to `save` under the same names.
 
     Returns the step to continue from, and the plain values that were saved. Only tensors and plain
@@ -88,9 +91,16 @@ def load(
         handle.agree(LOAD)
     saver = saver_of(model)
     saver.wait()
-    together = saver.together
+    loaded = _loaded(path, contents, saver.together)
+    if asynchronous:
+        reserve_early(contents, saver)
+    return loaded
+
+
+def _loaded(path: Path, contents: Contents, together: Together) -> Loaded:
+    """Load what is at a path. Collective."""
     if together.first(lambda: is_weights(path), _failed(path)):
-        load_weights(path, model, together, _failed(path))
+        load_weights(path, contents.models["model"], together, _failed(path))
         progress("loaded", f"{path}, weights alone", 0.0)
         return Loaded(folder=path)
     chosen = together.first(lambda: _chosen(path), _failed(path))
@@ -172,7 +182,25 @@ def _restore(
         value.load_state_dict(state["objects"][name])
     _set_scale(contents, state["scale"])
     set_random_states(random)
+    _name_what_is_left_out(checkpoint, contents, state)
     return dict(state["more"])
+
+
+def _name_what_is_left_out(
+    checkpoint: CompleteCheckpoint, contents: Contents, state: Mapping[str, Any]
+) -> None:
+    """Say which parts of the run stay as they are because the call does not name them.
+
+    A call with models alone is meant to evaluate them, and leaves out the others on purpose.
+    """
+    given = {*contents.models, *contents.optimizers, *contents.objects}
+    saved = dict.fromkeys(name for kind in ("groups", "objects", "extra") for name in state[kind])
+    if out := [name for name in saved if name not in given and given > {*contents.models}]:
+        own = ["optimizer"] if "optimizer" in {*out, *contents.optimizers} else []
+        named = [f"{name}={name}" for name in dict.fromkeys([*given, *out]) if name not in RESERVED]
+        call = ", ".join(["graphaccel.load(folder", "model", *own, *sorted(named)]) + ")"
+        what = f"{', '.join(out)} of {checkpoint.folder}, not loaded: {call}"
+        progress("left out", what, 0.0)
 
 
 def _check_state(checkpoint: CompleteCheckpoint, state: Any) -> None:

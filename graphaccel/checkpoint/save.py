@@ -30,7 +30,7 @@ Optimizer = torch.optim.Optimizer
 
 FOLDER = "GRAPHACCEL_CHECKPOINT"
 """Environment variable with the folder of `graphaccel run --checkpoint FOLDER`."""
-_RESERVED = ("model", "optimizer")
+RESERVED = ("model", "optimizer")
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Tensor, nn.Parameter, torch.Size)
 
 
@@ -74,8 +74,9 @@ def save(
       code 75, of `graphaccel run` too.
     keep: remove all but the newest `keep` complete checkpoints. Default: keep all.
     asynchronous: return when everything is copied to host memory, and write in the background. One
-      save at a time: the next one waits for it, and raises its error. With `every`, that memory is
-      allocated in the background of the steps before; else the first save takes longer for it.
+      save at a time: the next one waits for it, and raises its error. With `every`, or after
+      `load(..., asynchronous=True)`, that memory is allocated in the background of the first step;
+      else the first save takes longer for it.
     weights: False leaves out the tensors of the models, which then are in a file of their own;
       `load` is called with it too.
     more: by name, e.g. scheduler=scheduler, data=loader, ema=averaged, epoch=3: further models and
@@ -153,7 +154,7 @@ def contents_of(
         raise GraphMisuse(
             what=f"the optimizer is a torch.optim.Optimizer, not {type(optimizer).__name__}"
         )
-    if taken := [name for name in more if name in _RESERVED]:
+    if taken := [name for name in more if name in RESERVED]:
         raise GraphMisuse(what=f"`{taken[0]}` is given twice")
     models = {k: v for k, v in more.items() if isinstance(v, nn.Module)}
     optimizers = {k: v for k, v in more.items() if isinstance(v, Optimizer)}
@@ -224,6 +225,26 @@ def _reserve(contents: Contents, saver: Saver) -> None:
     states = contents.states()[0]
     if states or not contents.optimizers:
         saver.staging.reserve(_tensors(contents, states))
+
+
+def reserve_early(contents: Contents, saver: Saver) -> None:
+    """Allocate host memory for the first asynchronous save in the background: now, or after the
+    first step of an optimizer that has no state yet."""
+    if contents.states()[0] or not contents.optimizers:
+        _reserve(contents, saver)
+        return
+
+    def after_step_of(optimizer: Optimizer) -> None:
+        waiting = [True]
+
+        def reserve(*_: Any) -> None:
+            if waiting and waiting.pop():  # a hook that removes itself is an error of torch's
+                _reserve(contents, saver)
+
+        optimizer.register_step_post_hook(reserve)
+
+    for optimizer in contents.optimizers.values():
+        after_step_of(optimizer)
 
 
 def _tensors(contents: Contents, states: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

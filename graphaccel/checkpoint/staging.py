@@ -25,6 +25,7 @@ class Staging:
         self._kept: dict[str, Tensor] = {}
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._allocating: list[Future[None]] = []
+        self._reserved: set[str] = set()
 
     @cached_property
     def _threads(self) -> ThreadPoolExecutor:
@@ -37,7 +38,7 @@ class Staging:
         return not self._allocating and not self._kept
 
     def reserve(self, tensors: Mapping[str, Tensor]) -> None:
-        """Start to allocate the memory of the first copy in the background.
+        """Start to allocate the memory of the first copy, where it is not yet, in the background.
 
         Memory that a process never touched costs many times what the copy into it costs.
         """
@@ -46,7 +47,8 @@ class Staging:
             self._kept[name] = torch.zeros(shape, dtype=dtype, pin_memory=pinned)
 
         for name, tensor in tensors.items():
-            if not isinstance(tensor, DTensor):
+            if not isinstance(tensor, DTensor) and name not in self._reserved:
+                self._reserved.add(name)
                 held = local_memory(tensor)
                 kind = held.shape, held.dtype, held.device.type == "cuda"
                 self._allocating.append(self._threads.submit(allocate, name, *kind))

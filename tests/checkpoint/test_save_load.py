@@ -307,3 +307,28 @@ def test_process_groups_that_were_destroyed_during_a_save_are_named() -> None:
     assert "saved.wait(); torch.distributed.destroy_process_group()" in str(one.value)
     with pytest.raises(ValueError, match="is not registered"):
         Together().collective(gather)
+
+
+def test_what_is_left_out_of_load_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GRAPHACCEL_QUIET", raising=False)
+    model, optimizer, scheduler = build()
+    average = torch.optim.swa_utils.AveragedModel(model)
+    graphaccel.save(tmp_path, model, optimizer, step=1, scheduler=scheduler, ema=average, epoch=3)
+
+    def said(*of_the_run: torch.optim.Optimizer, **more: Any) -> str:
+        capsys.readouterr()
+        graphaccel.load(tmp_path, model, *of_the_run, **more)
+        return capsys.readouterr().err
+
+    whole = {"scheduler": scheduler, "ema": average}
+    path = tmp_path / "step-00000001"
+    call = "graphaccel.load(folder, model, optimizer, ema=ema, scheduler=scheduler)"
+    for names in (["scheduler"], ["ema"], ["scheduler", "ema"]):
+        given = {name: value for name, value in whole.items() if name not in names}
+        assert f"{', '.join(names)} of {path}, not loaded: {call}" in said(optimizer, **given)
+    assert f"optimizer of {path}, not loaded: {call}" in said(**whole)
+    assert "left out" not in said(optimizer, **whole)
+    assert "left out" not in said()  # to evaluate
+    assert "left out" not in said(ema=average)
