@@ -27,6 +27,7 @@ from graphaccel.planner.estimate.stage_costs import (
     stage_costs,
 )
 from graphaccel.planner.estimate.stage_peaks import Peaks, stage_peaks
+from graphaccel.planner.estimate.weight_inputs import with_weight_inputs
 from graphaccel.planner.estimate.zero_memory import bytes_in_flight_key
 from graphaccel.planner.estimate.zero_shards import Kept, kept_bytes, kept_whole, share_bytes
 from graphaccel.planner.memory.phases import STEP
@@ -131,6 +132,10 @@ class _Estimate:
         waiting = held_together(plan, each)
         waits = waiting * each
         grown = peaks.activation + (np.maximum(waiting, 1) - 1) * each  # that many, instead of one
+        if plan.schedule == "zero_bubble":
+            own = peaks.activation + peaks.temporary
+            given = self.profile, self.sized, plan, self.costs
+            grown = with_weight_inputs(*given, each, own) - peaks.temporary
         shape = (plan.interleave, plan.pipeline)  # stage s is on rank s % pipeline
         beyond = (grown + peaks.temporary - waits).reshape(shape)
         top = beyond.argmax(axis=0) * plan.pipeline + np.arange(plan.pipeline)  # computes

@@ -164,22 +164,20 @@ def held_parameters(profile: Profile, spans: Sequence[tuple[int, int]]) -> tuple
 
 
 def flight(plan: Plan) -> dict[int, int]:
-    """Stage → the most microbatches it has in flight."""
+    """Stage → the most microbatches of which it has the forward and not the backward."""
     return dict(_flight(plan.schedule, plan.pipeline, plan.interleave, plan.microbatches))
 
 
 @cache
 def _flight(schedule: str, ranks: int, per_rank: int, microbatches: int) -> Mapping[int, int]:
-    """Computed without the table of actions, which may be long: with 1F1B stage s holds S - s, with
-    separate weight gradients as many as ranks, and ranks of several stages repeat a pattern
-    (`_held_by_rank`)."""
+    """Computed without the table of actions, which may be long: with 1F1B stage s holds S - s, also
+    where gradients of weights are apart (`planner.estimate.weight_inputs`), and ranks of several
+    stages repeat a pattern (`_held_by_rank`)."""
     stages = ranks * per_rank
-    if schedule == "1f1b" or (schedule == "interleaved" and per_rank == 1):
+    if schedule in ("1f1b", "zero_bubble") or (schedule == "interleaved" and per_rank == 1):
         return {s: min(microbatches, stages - s) for s in range(stages)}
     if schedule == "gpipe":
         return dict.fromkeys(range(stages), microbatches)
-    if schedule == "zero_bubble":
-        return dict.fromkeys(range(stages), min(microbatches, ranks))
     held = [h.max(axis=0) for h in _held_by_rank(ranks, per_rank, repeating(ranks, microbatches))]
     return {s: int(held[s % ranks][s // ranks]) for s in range(stages)}
 

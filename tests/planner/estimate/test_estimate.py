@@ -95,7 +95,9 @@ def test_what_waits_is_that_of_the_table(
     asked = plan(ranks, pipeline=ranks, interleave=per_rank, microbatches=microbatches)
     asked = replace(asked, schedule=name, batch=microbatches)
     table = build(name, ranks, per_rank, microbatches)
-    assert flight(asked) == in_flight(table)
+    # Where gradients of weights are apart, backwards are those of 1F1B.
+    waiting = build("1f1b", ranks, 1, microbatches) if name == "zero_bubble" else table
+    assert flight(asked) == in_flight(waiting)
     stages = ranks * per_rank
     sizes = data.draw(st.lists(st.integers(0, 9), min_size=stages, max_size=stages))
     found = held_together(asked, sizes)
