@@ -15,7 +15,6 @@ from torch import nn
 
 from graphaccel.capture.batch import (
     Batch,
-    batch_leaves,
     batch_size,
     has_dims,
     sequence_leaves,
@@ -33,8 +32,9 @@ from graphaccel.compat.torch import pytree
 from graphaccel.compat.torch.fakes import FakeTensor, FakeTensorMode
 from graphaccel.compiler.capture_apart import capture_apart
 from graphaccel.compiler.capture_context import no_collections, without_autocast
+from graphaccel.compiler.input_checks import refuse_empty
 from graphaccel.compiler.model import Model, follow_attributes, without_data
-from graphaccel.errors import GraphAccelError, GraphMisuse, StateFrozen, Unsupported
+from graphaccel.errors import GraphAccelError, StateFrozen, Unsupported
 from graphaccel.guards.guards import Guards
 from graphaccel.guards.numbers import named_as_inputs
 from graphaccel.guards.places import Place, places
@@ -82,7 +82,7 @@ class Captures:
         Raises what capturing raises, and StateFrozen (GA106) where a value that cannot be an input
         already had MOST other values.
         """
-        _refuse_empty(batch, first=not self.steps)
+        refuse_empty(batch, first=not self.steps)
         others = []
         for step, sizes in self._fitting_steps(batch, training):
             if self.guards(step, batch).hold():
@@ -116,7 +116,7 @@ class Captures:
         kept = self._kept.get(id(step))
         if kept is None:
             observed = self._observed(batch, step.training)
-            recorded = places(self._fresh(step.training), observed.reads, self.model.module)
+            recorded = self._recorded(step.training, observed)
             kept = self._guarded(step, batch, observed, recorded)
         return kept.guards
 
@@ -169,7 +169,7 @@ class Captures:
         faked = self._faked(batch, training, observed, numbers)
         many = None if numbers else MANY
         step = self._capture(*faked, training, many=many, symbolic=symbolic)
-        recorded = places(self._fresh(training), observed.reads, self.model.module)
+        recorded = self._recorded(training, observed)
         step = _with_paths(step, recorded)
         self._guarded(step, batch, observed, recorded, numbers)
         self.steps[(batch.signature(), training, len(self.steps))] = step
@@ -255,6 +255,11 @@ class Captures:
             self.capturing = False
             if self._skeleton is not None:
                 forget_traced(caches_of(self._skeleton))
+
+    def _recorded(self, training: bool, observed: Observed) -> dict[str, Place]:
+        """What the forward reads, with gradients on as in its capture."""
+        with torch.enable_grad():
+            return places(self._fresh(training), observed.reads, self.model.module)
 
     def _guarded(
         self,
@@ -396,23 +401,6 @@ def _with_paths(step: StepGraph, recorded: Mapping[str, Place]) -> StepGraph:
 def _path(name: str) -> str:
     """The name of a place, as an attribute name in a captured forward."""
     return re.sub(r"\['?(.*?)'?\]", r".\1", name)
-
-
-def _refuse_empty(batch: Batch, *, first: bool) -> None:
-    """Raises GraphMisuse (GA407) for a batch without examples, whose mean loss is NaN.
-
-    first: nothing has been captured yet.
-    """
-    size, dims = batch_leaves(batch)
-    if size == 0:
-        name = batch.names[next(iter(dims))]
-        shape = list(batch.leaves[next(iter(dims))].shape)
-        raise GraphMisuse(
-            what=f"the {'first ' * first}batch has no examples: `{name}` has the shape {shape}",
-            help_line="graphaccel.optimize(model, optimizer, example_batch=batch)  # one that has"
-            if first
-            else "leave it out:  DataLoader(dataset, drop_last=True)",
-        )
 
 
 def _refuse_tracked(step: StepGraph) -> None:

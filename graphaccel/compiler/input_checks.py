@@ -16,7 +16,7 @@ import sympy
 import torch
 from torch import fx
 
-from graphaccel.capture.batch import Batch
+from graphaccel.capture.batch import Batch, batch_leaves
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import evaluate, with_integers
 from graphaccel.errors import BatchChanged, GraphMisuse
@@ -47,6 +47,23 @@ class _Table:
                 location=self.location,
                 help_line="give the table more rows, or leave such a batch out",
             )
+
+
+def refuse_empty(batch: Batch, *, first: bool) -> None:
+    """Raises GraphMisuse (GA407) for a batch without examples, whose mean loss is NaN.
+
+    first: nothing has been captured yet.
+    """
+    size, dims = batch_leaves(batch)
+    if size == 0:
+        name = batch.names[next(iter(dims))]
+        shape = list(batch.leaves[next(iter(dims))].shape)
+        raise GraphMisuse(
+            what=f"the {'first ' * first}batch has no examples: `{name}` has the shape {shape}",
+            help_line="graphaccel.optimize(model, optimizer, example_batch=batch)  # one that has"
+            if first
+            else "leave it out:  DataLoader(dataset, drop_last=True)",
+        )
 
 
 def check_indices(step: StepGraph, batch: Batch) -> None:

@@ -17,9 +17,9 @@ import torch
 from graphaccel.compat.torch.fakes import FakeTensor
 from graphaccel.compat.torch.tensors import version
 from graphaccel.guards.places import Place
-from graphaccel.guards.tokens import MISSING, token_of
+from graphaccel.guards.tokens import BUFFERS, MISSING, token_of
 
-_READ_AGAIN = ("attribute", "cell", "context", "proxy")
+_READ_AGAIN = ("attribute", "call", "cell", "context", "proxy")
 """How places are read whose holders are no dicts or lists."""
 
 
@@ -164,8 +164,8 @@ class _Last:
                 self.versions.append((value, version(value)))
             elif isinstance(value, np.ndarray):
                 self.arrays.append((value, value.copy()))
-            elif isinstance(value, (set, bytearray)):
-                self.written.append((value, value.copy()))
+            elif isinstance(value, (set, bytearray, *BUFFERS)):
+                self.written.append((value, token_of(value)))
 
     def same(self) -> bool:
         """Whether the same objects are still there."""
@@ -193,7 +193,7 @@ class _Last:
             now = current(place)
             if now is not place.value and token_of(now) != token:
                 return False
-        if any(now != copy for now, copy in self.written):
+        if any(token_of(now) != token for now, token in self.written):
             return False
         return all(np.array_equal(now, copy) for now, copy in self.arrays)
 
@@ -207,6 +207,8 @@ def current(place: Place) -> Any:
             return getattr(place.holder, place.key, MISSING)
         if place.how == "context":
             return place.holder.get(MISSING)
+        if place.how == "call":
+            return place.holder()
         return place.holder[place.key]
     except (KeyError, IndexError, ValueError):
         return MISSING

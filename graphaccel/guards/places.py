@@ -11,7 +11,7 @@ import sys
 import threading
 import weakref
 from collections import ChainMap, UserDict, UserList, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import CellType, FunctionType, MappingProxyType, MethodType, ModuleType
@@ -24,8 +24,16 @@ from torch.distributions import Distribution
 from torch.optim.lr_scheduler import LRScheduler
 
 from graphaccel.compat.torch.fakes import FakeTensor
+from graphaccel.guards.attributes import (
+    alias_of,
+    attributes_of,
+    has_default,
+    slots_of,
+    values_on,
+)
 from graphaccel.guards.lines import Read
-from graphaccel.guards.reads import Reads, Scope, is_library, kind_of
+from graphaccel.guards.process import is_installed, process_state
+from graphaccel.guards.reads import Reads, Scope, kind_of
 from graphaccel.guards.tokens import FUNCTIONS, MISSING, PLAIN_TYPES, SCALARS, is_value, token_of
 
 _DEPTH = 6
@@ -43,8 +51,9 @@ class Place:
 
     name: unique, the same in every process: `blocks.0.alpha`, `train.SCALE[0]`. holder, key: where
     it is stored. how: how it is read from there: "dict", "item" (of a list), "fixed" (of a tuple),
-    "attribute", "cell", "context" (of a ContextVar) or "proxy" (of a mapping). line: what first
-    read it. shared: it is stored outside of the model, so copies of the model read the same one.
+    "attribute", "cell", "context" (of a ContextVar), "proxy" (of a mapping) or "call" (by calling
+    the holder). line: what first read it. shared: it is stored outside of the model, so copies of
+    the model read the same one.
     """
 
     name: str
@@ -63,7 +72,7 @@ class Place:
     @property
     def is_number(self) -> bool:
         """Whether it is an int or a float that can be replaced in its place."""
-        return type(self.value) in (int, float) and self.how not in ("fixed", "proxy")
+        return type(self.value) in (int, float) and self.how not in ("fixed", "proxy", "call")
 
     def put(self, value: Any) -> None:
         """Replace the value."""
@@ -117,7 +126,7 @@ def objects_of(model: nn.Module, *others: Any) -> set[type]:
             stack += [(v, depth + 1) for v in value]
         elif _is_object(value):
             results.add(type(value))
-            stack += [(v, depth + 1) for v in _attributes(value).values()]
+            stack += [(v, depth + 1) for v in attributes_of(value).values()]
     return results
 
 
@@ -135,20 +144,10 @@ def _is_object(value: Any) -> bool:
     )
 
 
-def _attributes(value: Any) -> dict[str, Any]:
-    own = dict(getattr(value, "__dict__", {}))
-    for cls in type(value).__mro__:
-        slots = vars(cls).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else tuple(slots):
-            if hasattr(value, name):
-                own[name] = getattr(value, name)
-    return own
-
-
 class _Walk:
     def __init__(self, model: nn.Module, reads: Reads) -> None:
         self.places: dict[str, Place] = {}
-        self._reads, self._names = reads, reads.names
+        self._reads, self._names, self._looked_up = reads, reads.names, reads.looked_up
         self._own: set[int] = set()
         self._modules: set[int] = set()
         self.leave_out(model)
@@ -181,20 +180,30 @@ class _Walk:
             self._keep(Place(f"{start}{child}", module._modules, child, "dict", inner))
         for name in [n for n, buffer in module._buffers.items() if buffer is None]:
             self._keep(Place(f"{start}{name}", module._buffers, name, "dict", None))
+        for tensors in (module._parameters, module._buffers):
+            for key, tensor in tensors.items():
+                if tensor is not None and vars(tensor):
+                    self._of_tensor(f"{start}{key}", tensor, shared)
         if path:  # of the model itself, what is called is graphaccel's
             self._method(f"{start}forward", type(module), own, "forward", names.get("forward"))
         self._of_classes(type(module))
-        for name in own if "__dict__" in names else names:
+        for name in own if "__dict__" in names else (*names, *(self._looked_up & own.keys())):
             if name in STRUCTURE or hasattr(nn.Module, name):
                 continue
             if any(name in t for t in (module._parameters, module._buffers, module._modules)):
                 continue
             self._attribute(f"{start}{name}", module, own, name, names.get(name), 0, shared)
 
+    def _of_tensor(self, text: str, tensor: torch.Tensor, shared: bool) -> None:
+        """Values that a script has set on a parameter or a buffer, as `weight.mult`."""
+        own = vars(tensor)
+        for name in values_on(tensor).keys() & self._names:
+            self.value(f"{text}.{name}", own, name, "dict", own[name], None, 1, shared)
+
     def _of_classes(self, kind: type) -> None:
         """Plain values of the script's classes, which `type(self).scale` reads unrecorded."""
         for cls in kind.__mro__:
-            if cls.__module__.partition(".")[0] in _OPAQUE or _installed(cls):
+            if cls.__module__.partition(".")[0] in _OPAQUE or is_installed(cls):
                 continue
             for name in self._names & vars(cls).keys():
                 if isinstance(vars(cls)[name], SCALARS) and not name.startswith("__"):
@@ -220,10 +229,29 @@ class _Walk:
                     self._keep(gone)
                     key = _ClassKey(cls, name)
                     self.value(text, vars(cls), key, "dict", value, line, depth, True)
+                elif self._computes(holder, value):
+                    self._computed(text, holder, name, line)
                 return
         if (id(own), name) not in self._done:
             self._done.add((id(own), name))
             self._keep(Place(text, own, name, "dict", MISSING, line, shared))
+
+    def _computes(self, holder: Any, value: Any) -> bool:
+        """Whether an attribute of a class is Python code whose reads are not recorded: a descriptor
+        with a table of its own, a property of an object that the model does not hold."""
+        if isinstance(value, property):
+            known = isinstance(holder, nn.Module) or kind_of(type(holder)) in self._reads.noted
+            return not known
+        return isinstance(getattr(type(value), "__get__", None), FunctionType)
+
+    def _computed(self, text: str, holder: Any, name: str, line: Read) -> None:
+        try:
+            value = getattr(holder, name)
+        except Exception:  # the script's own code, which the forward may not reach
+            return
+        if isinstance(value, (*SCALARS, *PLAIN_TYPES)):
+            read = functools.partial(getattr, holder, name)
+            self._keep(Place(text, read, "()", "call", value, line))
 
     def _method(self, text: str, kind: type, own: Any, name: str, line: Read) -> None:
         """A method, which may be replaced on the instance, and on a class that is not torch's."""
@@ -246,6 +274,9 @@ class _Walk:
                 self._outside(f"{module}.{name}", names, name, "dict", names[name], scope)
             elif name in sys.modules and name not in names:  # imported by the function itself
                 self._outside(name, sys.modules, name, "dict", sys.modules[name], scope)
+        for held in process_state(code, names, library=scope.library):
+            line = (code, held.name.rpartition(".")[2].removesuffix("()"))
+            self._keep(Place(held.name, held.holder, held.key, held.how, held.value, line, True))
         for number, function in enumerate(scope.functions):
             each = f"#{number}" if number else ""
             start = f"{module}.{function.__qualname__}{each}"
@@ -264,7 +295,7 @@ class _Walk:
         """A place outside of the model: for a library's values, plain values only."""
         follows = not scope.library
         if isinstance(value, (ModuleType, type)):
-            if follows and not _installed(value):
+            if follows and not is_installed(value):
                 self._namespace(text, value, scope)
             return
         if not (follows or _is_plain(value)):
@@ -276,8 +307,16 @@ class _Walk:
         """Places of a module or a class whose attributes are read as constants."""
         for name in self._names:
             value = vars(holder).get(name, MISSING)
-            followed = _is_plain(value) or (isinstance(holder, type) and _is_object(value))
-            if followed and not hasattr(value, "__get__"):
+            if isinstance(holder, ModuleType):
+                followed = _is_plain(value) or isinstance(value, (FunctionType, type))
+                if isinstance(value, ModuleType) and id(value) not in self._modules:
+                    self._modules.add(id(value))
+                    if not is_installed(value):
+                        self._namespace(f"{text}.{name}", value, scope)
+            else:
+                plain = _is_plain(value) or _is_object(value)
+                followed = plain and not hasattr(value, "__get__")
+            if followed:
                 own = vars(holder)
                 key = _ClassKey(holder, name) if isinstance(holder, type) else name
                 self.value(f"{text}.{name}", own, key, "dict", value, (scope.code, name), 1, True)
@@ -349,11 +388,11 @@ class _Walk:
             wanted = own
         for name in wanted:
             named, read = f"{text}.{name}", names.get(name, line)
-            real = _alias(type(value), name) or name
-            known = exact or (own is not None and real in own) or _has_default(type(value), real)
+            real = alias_of(type(value), name) or name
+            known = exact or (own is not None and real in own) or has_default(type(value), real)
             if own is not None and known and not name.startswith("__"):
                 self._attribute(named, value, own, real, read, depth + 1, shared)
-            elif real in _slots(type(value)) and hasattr(value, real):
+            elif real in slots_of(type(value)) and hasattr(value, real):
                 inner = getattr(value, real)
                 self.value(named, value, real, "attribute", inner, read, depth + 1, shared)
 
@@ -372,43 +411,11 @@ class _ClassKey(str):
     owner: type
 
 
-def _slots(cls: type) -> Iterator[str]:
-    for base in cls.__mro__:
-        slots = vars(base).get("__slots__", ())
-        yield from (slots,) if isinstance(slots, str) else slots
-
-
-def _has_default(cls: type, name: str) -> bool:
-    """Whether an instance without this attribute has the one of its class."""
-    return any(name in vars(base) for base in cls.__mro__ if base is not object)
-
-
-def _alias(cls: type, name: str) -> str | None:
-    """The attribute that is actually read where a class's own `__getattribute__` redirects a name,
-    by a table of names in the class."""
-    if cls.__getattribute__ is object.__getattribute__:
-        return None
-    for base in cls.__mro__:
-        for table in vars(base).values():
-            if isinstance(table, dict) and isinstance(table.get(name), str):
-                return table[name]
-    return None
-
-
 def _content(cell: CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # an empty cell
         return MISSING
-
-
-def _installed(value: ModuleType | type) -> bool:
-    """Whether a module, or the module of a class, belongs to an installed package or to Python."""
-    module = value if isinstance(value, ModuleType) else sys.modules.get(value.__module__)
-    file = getattr(module, "__file__", None)
-    if file is None:
-        return getattr(module, "__name__", "") != "__main__"
-    return is_library(file)
 
 
 def _is_plain(value: Any, depth: int = 0) -> bool:

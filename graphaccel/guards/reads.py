@@ -97,6 +97,14 @@ class Reads:
         own = (s.code.co_names for s in self.scopes if not s.library)
         return frozenset(name for names in own for name in names)
 
+    @cached_property
+    def looked_up(self) -> frozenset[str]:
+        """Names that the user's functions may read past what is recorded, by
+        `object.__getattribute__`."""
+        codes = (s.code for s in self.scopes if not s.library)
+        past = (c.co_consts for c in codes if "__getattribute__" in c.co_names)
+        return frozenset(v for values in past for v in values if isinstance(v, str))
+
     def of(self, cls: type) -> Mapping[str, Location | None]:
         """The attributes that were read of a class's instances."""
         return self.attributes.get(kind_of(cls), {})

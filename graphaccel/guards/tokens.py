@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import math
+from array import array
 from collections import deque
 from collections.abc import Hashable
 from types import BuiltinFunctionType, FunctionType, MethodType
@@ -19,6 +21,14 @@ MISSING = object()
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None), type(...), slice, range)
 PLAIN_TYPES = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, enum.Enum)
+BUFFERS: tuple[Any, ...] = (
+    array,
+    ctypes.Array,
+    ctypes.Structure,
+    ctypes.Union,
+    ctypes.c_int.__base__,  # of all plain C types
+)
+"""Types that hold numbers in memory of their own, which are written in place."""
 FUNCTIONS = (FunctionType, BuiltinFunctionType, type)
 _WITH_VALUES = frozenset(
     {"numpy", "datetime", "decimal", "fractions", "ipaddress", "pathlib", "uuid", "zoneinfo"}
@@ -50,8 +60,8 @@ def token_of(value: Any) -> Any:
         return kind_of(kind), len(value)
     if isinstance(value, (set, frozenset)):
         return kind_of(kind), frozenset(map(key_of, list(value)))
-    if isinstance(value, bytearray):
-        return kind, bytes(value)
+    if isinstance(value, (bytearray, *BUFFERS)):
+        return kind_of(kind), bytes(value)
     return (kind, value) if is_value(value) else kind_of(kind)
 
 

@@ -50,6 +50,7 @@ from graphaccel.compat.torch.export import (
 )
 from graphaccel.compat.torch.graphs import graph_module
 from graphaccel.errors import GraphAccelError
+from graphaccel.guards.attributes import values_on
 
 OUTSIDE = "outside"
 """Given instead of a loss function: the script computes the loss, whatever the model returns."""
@@ -144,11 +145,16 @@ class _WithLoss(nn.Module):
         self.model = model
         self._watch, self._numbers, self._rebuild = watch, numbers, rebuild
         self._caches = caches_of(model)
+        held = {n: on for n, t in _tensors(model) if (on := values_on(t))}
+        self.__dict__["_on_tensors"] = held
         self.__dict__["_loss_fn"] = loss_fn  # not a submodule, even if it is a module
         self._note = note  # called: export restores attributes that forward writes
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         forget_traced(self._caches)
+        held = self.__dict__["_on_tensors"]
+        for name, tensor in _tensors(self.model) if held else ():
+            vars(tensor).update(held.get(name, {}))  # export puts others in their place
         around = nullcontext() if self._watch is None else self._watch.around()
         state = kwargs.pop(_NUMBERS, ())
         if self._rebuild is not None:
@@ -192,6 +198,11 @@ class _WithLoss(nn.Module):
         """The forward with its hooks. A `__call__` of the model's class runs around each step, as
         the script calls it."""
         return nn.Module.__call__(self.model, *args, **kwargs)
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from nn.Module.named_parameters(model, remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
 
 
 def with_loss(model: nn.Module, loss_fn: LossFn) -> nn.Module:

@@ -1,0 +1,126 @@
+"""State of the process that a forward asks for: torch's flags, environment variables, and values
+that a script sets on installed modules (`math.my_scale = 2.0`)."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from graphaccel.guards.reads import is_library
+from graphaccel.guards.tokens import MISSING, PLAIN_TYPES, SCALARS
+
+_ASKS = ("is_", "are_", "get_")
+"""How the names of torch's functions begin that say a state of the process."""
+_NOT_ASKED = tuple("autocast capturing compiling exporting rng_state scripting tracing".split())
+"""Parts of the names of those whose answer is another one while a model is captured, or that the
+plan decides."""
+_FLAGS = "torch.backends"
+
+
+@dataclass(frozen=True)
+class Held:
+    """Where a value of the process is: as the fields of `Place`."""
+
+    name: str
+    holder: Any = field(repr=False)
+    key: Any
+    how: str
+    value: Any = field(repr=False)
+
+
+def process_state(code: CodeType, names: Mapping[str, Any], *, library: bool) -> Iterator[Held]:
+    """What a function's code may ask of the process. names: its globals. library: whether it is of
+    an installed package, whose reads of torch's flags alone are followed."""
+    for name in code.co_names:
+        value = names.get(name, None if name in names else sys.modules.get(name))
+        if isinstance(value, (FunctionType, BuiltinFunctionType)):
+            yield from _answer(f"{getattr(value, '__module__', '')}.{name}", value, library)
+        elif isinstance(value, ModuleType) and is_installed(value):
+            yield from _of_module(value, code, library)
+    if {"environ", "getenv"} & {*code.co_names} and not library:
+        for key in texts_of(code):
+            if key.isidentifier():
+                now = os.environ.get(key, MISSING)
+                yield Held(f"os.environ[{key!r}]", os.environ, key, "proxy", now)
+
+
+def texts_of(code: CodeType) -> frozenset[str]:
+    """The strings in a function's code: of names that it looks up by `getattr`, of keys."""
+    several = [c for c in code.co_consts if isinstance(c, (tuple, frozenset))]
+    values = [*code.co_consts, *(v for each in several for v in each)]
+    return frozenset(v for v in values if isinstance(v, str))
+
+
+def is_installed(value: ModuleType | type) -> bool:
+    """Whether a module, or the module of a class, belongs to an installed package or to Python."""
+    module = value if isinstance(value, ModuleType) else sys.modules.get(value.__module__)
+    file = getattr(module, "__file__", None)
+    if file is None:
+        return getattr(module, "__name__", "") != "__main__"
+    return is_library(file)
+
+
+def _of_module(root: ModuleType, code: CodeType, library: bool) -> Iterator[Held]:
+    """The values of an installed module, and of the modules in it, that the code has names of."""
+    if library and root.__name__.partition(".")[0] != "torch":
+        return
+    seen: set[int] = set()
+    stack: list[tuple[str, Any]] = [(root.__name__, root)]
+    while stack:
+        text, holder = stack.pop()
+        if id(holder) in seen:
+            continue
+        seen.add(id(holder))
+        flags = text.startswith(_FLAGS)
+        for name in code.co_names:
+            value = _read(holder, name) if flags else vars(holder).get(name, MISSING)
+            named = f"{text}.{name}"
+            if isinstance(value, ModuleType) or (flags and _holds_flags(value)):
+                stack.append((named, value))
+            elif isinstance(value, (FunctionType, BuiltinFunctionType)):
+                yield from _answer(named, value, library)
+            elif flags and isinstance(value, SCALARS) and value is not None:
+                yield Held(named, partial(_read, holder, name), "()", "call", value)
+            elif not library and _may_be_set(value):
+                yield Held(named, vars(holder), name, "dict", value)
+
+
+def _answer(name: str, function: Any, library: bool) -> Iterator[Held]:
+    """What a function says that takes no arguments and returns a plain value."""
+    package = (getattr(function, "__module__", None) or name).partition(".")[0]
+    last = name.rpartition(".")[2]
+    asks = last.startswith(_ASKS) or last.endswith("_enabled")
+    if package != "torch" or not asks or any(part in last for part in _NOT_ASKED):
+        return
+    if library and last == "is_grad_enabled":  # true in a capture, whatever it is in the call
+        return
+    try:
+        value = function()
+    except Exception:  # it takes arguments, or asks for a device that is not there
+        return
+    if isinstance(value, (*SCALARS, *PLAIN_TYPES)):
+        yield Held(f"{name}()", function, "()", "call", value)
+
+
+def _may_be_set(value: Any) -> bool:
+    """Whether it is a value as scripts set on a module."""
+    return isinstance(value, (int, float, complex, str, torch.Tensor, np.ndarray))
+
+
+def _holds_flags(value: Any) -> bool:
+    return type(value).__module__.startswith(_FLAGS)
+
+
+def _read(holder: Any, name: str) -> Any:
+    try:
+        return getattr(holder, name, MISSING)
+    except Exception:  # a flag of a device that is not there
+        return MISSING
