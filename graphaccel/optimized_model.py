@@ -17,8 +17,9 @@ from graphaccel.capture.export.export import split_targets
 from graphaccel.compiler.capture_context import without_autocast
 from graphaccel.compiler.compiler import Compiler
 from graphaccel.compiler.ignored_rows import with_rows
-from graphaccel.compiler.input_checks import check_indices
+from graphaccel.dispatch.call_form import CallForm
 from graphaccel.dispatch.comparisons import step_results, trial_step, whole_pair
+from graphaccel.dispatch.eager_errors import eager_errors
 from graphaccel.dispatch.prepare import prepare
 from graphaccel.dispatch.run import Prepared, Run
 from graphaccel.dispatch.steps import Steps
@@ -61,6 +62,7 @@ class Handle:
         self._unplanned = Unplanned(run.model, run.optimizer, lambda: self.plan is not None)
         self._prepared: Prepared | None = None
         self._steps: Steps | None = None
+        self._form = CallForm(run.model.forward)
 
     def watch_steps(self) -> None:
         """Refuse the optimizer's steps without a plan from now on."""
@@ -191,7 +193,9 @@ class Handle:
         """Capture, plan and rewrite, then free what this rank does not hold
         (`dispatch.prepare`)."""
         run = self._run
-        prepared, expected = prepare(run, batch, self._initial, planned, example=example)
+        self._form.same(*batch.rebuild(batch.leaves))
+        with eager_errors(run.model, run.compiler.model.loss_fn, batch):
+            prepared, expected = prepare(run, batch, self._initial, planned, example=example)
         steps = Steps(run, prepared)
         self._initial, self._prepared, self._steps = None, prepared, steps
         variant = steps.first(batch, example=example)
@@ -233,6 +237,7 @@ class Handle:
             output = self._plain(forward, args, kwargs)
             self._unplanned.watch(output)
             return output
+        args, kwargs = self._form.same(args, kwargs)
         batch = flatten_call(args, kwargs)
         if self._reading.active:
             return self._read(training, batch, lambda: forward(module, *args, **kwargs))
@@ -294,7 +299,6 @@ class Handle:
         prepared, steps = self._prepared, self._steps
         assert prepared is not None
         assert steps is not None
-        check_indices(prepared.planned.step, batch)
         more = steps.completed(batch)
         if more is not None:
             batch, leaves = with_rows(batch, more), more.leaves(leaves)

@@ -50,19 +50,25 @@ class Steps:
         return more
 
     def training(self, batch: Batch) -> Variant:
-        """The training step of a batch. Raises BatchChanged (GA406) for other inputs or dtypes."""
+        """The training step of a batch. Raises BatchChanged (GA406) for other dtypes, and for other
+        inputs where the model computes no loss of them."""
         key = _training_key(batch)
         known = self._known.find(key)
         if known is not None:
+            check_indices(known.step, batch)
             return known
         run, prepared = self._run, self._prepared
-        _refuse_other(batch, prepared.dtypes)
+        other = _other_inputs(batch, prepared.dtypes)
         planned = prepared.planned
         try:
             capture_together(run, batch)
-            check_positions(*run.compiler.capture(batch))
+            captured, sizes = run.compiler.capture(batch)
         except CaptureRefused as error:
-            raise shape_changed(planned.step, batch) or error from error
+            raise other or shape_changed(planned.step, batch) or error from error
+        if other is not None and captured.has_loss != planned.step.has_loss:
+            raise other
+        check_indices(captured, batch)
+        check_positions(captured, sizes)
         step, program = run.compiler.compile(batch, planned, prepared.stored)
         run.gate.later(step, lambda: whole_pair(run, prepared, batch), whole=prepared.whole)
         return self._add(key, batch, step, compiled_training(step, program, planned.plan))
@@ -72,12 +78,13 @@ class Steps:
         training = self._run.model.training
         key = (training, batch.signature())
         known = self._known.find(key)
-        check_indices(self._prepared.planned.step, batch)
         if known is not None:
+            check_indices(known.step, batch)
             return known
         run, planned = self._run, self._prepared.planned
         stored = self._prepared.stored
         step, program = run.compiler.compile_evaluation(batch, planned, stored, training=training)
+        check_indices(step, batch)
         run.gate.later(step, None, whole=False)
         return self._add(key, batch, step, compiled_evaluation(step, program, planned.plan))
 
@@ -91,7 +98,7 @@ class Steps:
         example: bool = False,
     ) -> Variant:
         captures = self._run.compiler.captures
-        variant = Variant(compiled, captures.guards(step, batch), captures.left(step))
+        variant = Variant(compiled, captures.guards(step, batch), step, captures.left(step))
         return self._known.add(key, variant, example=example)
 
 
@@ -99,12 +106,14 @@ def _training_key(batch: Batch) -> Hashable:
     return ("train", batch.signature())
 
 
-def _refuse_other(batch: Batch, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Raise for a batch with other inputs or dtypes; one of other sizes is captured anew."""
+def _other_inputs(batch: Batch, dtypes: Mapping[str, torch.dtype]) -> BatchChanged | None:
+    """How the inputs of a batch are others than the first one's; those, or sizes that differ, are
+    captured anew. Raises BatchChanged (GA406) for another dtype."""
     given = dtypes_of(batch)
-    if set(given) != set(dtypes):
-        expected, got = ", ".join(dtypes), ", ".join(given)
-        raise BatchChanged(what="the inputs of the model", expected=expected, got=got)
     for name, dtype in given.items():
-        if dtype != dtypes[name]:
+        if dtype != dtypes.get(name, dtype):
             raise BatchChanged(what=f"dtype of {name}", expected=str(dtypes[name]), got=str(dtype))
+    if set(given) == set(dtypes):
+        return None
+    expected, got = ", ".join(dtypes), ", ".join(given)
+    return BatchChanged(what="the inputs of the model", expected=expected, got=got)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from graphaccel.capture.state.carried import Path
+from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.compat.torch.tensors import version
 from graphaccel.errors import StateFrozen
 from graphaccel.guards.guards import Guards
@@ -25,12 +26,14 @@ from graphaccel.runtime.session import CompiledStep, Session
 class Variant:
     """One compiled step and what it depends on besides its batch.
 
-    filled: constant of its graph → the model's tensor whose values it has, and that tensor's
-    version. left: where the forward leaves tensors in the model, which its graph does not.
+    step: as captured. filled: constant of its graph → the model's tensor whose values it has, and
+    that tensor's version. left: where the forward leaves tensors in the model, which its graph does
+    not.
     """
 
     compiled: CompiledStep
     guards: Guards
+    step: StepGraph
     left: tuple[Path, ...] = ()
     filled: dict[str, tuple[torch.Tensor, int]] = field(default_factory=dict)
 

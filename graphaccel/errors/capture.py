@@ -10,21 +10,17 @@ from graphaccel.errors.messages import Location, Message, columns
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class TensorBranch(GraphAccelError):
-    """The model branches on the value of a tensor. distribution: whether torch.distributions does
-    so, in a check of its parameters. assertion: whether an `assert` does."""
+    """The model branches on the value of a tensor. assertion: whether an `assert` does."""
 
     code = "GA101"
     module: str
     location: Location | None = None
     others: tuple[Location, ...] = ()
-    distribution: bool = False
     assertion: bool = False
 
     def message(self) -> Message:
         line = "make it branch-free:  x = torch.where(condition, a, b)"
-        if self.distribution:
-            line = "leave its check of values out:  Normal(mean, scale, validate_args=False)"
-        elif self.assertion:
+        if self.assertion:
             line = "make the check outside of the model, or skip assertions:  python -O train.py"
         return Message(
             f"cannot capture {named_module(self.module)}: it branches on the value of a tensor",

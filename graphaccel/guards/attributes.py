@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,18 @@ import torch
 
 from graphaccel.compat.torch.fakes import FakeTensor
 from graphaccel.guards.tokens import SCALARS
+
+PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
+
+
+def referent_of(reference: Any) -> Any:
+    """What a weak reference or a proxy refers to; None where that is gone."""
+    if isinstance(reference, weakref.ref):
+        return reference()
+    try:
+        return reference.__init__.__self__
+    except ReferenceError:
+        return None
 
 
 def attributes_of(value: Any) -> dict[str, Any]:

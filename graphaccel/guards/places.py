@@ -25,9 +25,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from graphaccel.compat.torch.fakes import FakeTensor
 from graphaccel.guards.attributes import (
+    PROXIES,
     alias_of,
     attributes_of,
     has_default,
+    referent_of,
     slots_of,
     values_on,
 )
@@ -117,6 +119,8 @@ def objects_of(model: nn.Module, *others: Any) -> set[type]:
     stack += [(other.__self__ if isinstance(other, MethodType) else other, 0) for other in others]
     while stack:
         value, depth = stack.pop()
+        if type(value) in (weakref.ref, *PROXIES):
+            value = referent_of(value)
         if id(value) in seen or depth > _DEPTH:
             continue
         seen.add(id(value))
@@ -341,6 +345,8 @@ class _Walk:
             return
         self._done.add(mark)
         self._keep(Place(text, holder, key, how, value, line, shared))
+        if type(value) in PROXIES:
+            value = referent_of(value)
 
         def inside(name: str, holder: Any, key: Any, how: str, value: Any) -> None:
             self.value(name, holder, key, how, value, line, depth + 1, shared)
@@ -357,7 +363,7 @@ class _Walk:
             name = "maps" if isinstance(value, ChainMap) else "data"
             inside(f"{text}.{name}", vars(value), name, "dict", vars(value)[name])
         elif isinstance(value, weakref.ref):
-            inside(f"{text}()", value, "()", "fixed", value())
+            inside(f"{text}()", value, "()", "fixed", referent_of(value))
         elif isinstance(value, (list, tuple, deque)):
             way = "fixed" if isinstance(value, tuple) else "item"
             for i, v in enumerate(value):

@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import graphaccel
 from graphaccel import errors
@@ -116,24 +117,33 @@ error[GA102]: cannot capture `Masked.forward`: this has no graph
     _check(Masked(), errors.CaptureRefused, text)
 
 
-def test_what_the_users_code_raises_is_quoted() -> None:
-    number = _line(Raises, 1)
-    text = f"""\
-error[GA102]: cannot capture `Raises.forward`: this has no graph
-  --> test_bad_input_capture.py:{number}
-{number:>5} |         raise ValueError("  the rows\\n are odd")
-      |         ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
-  why:  the rows
-{EXPLAIN}
-  explain: graphaccel explain GA102"""
-    _check(Raises(), errors.CaptureRefused, text)
+@pytest.mark.parametrize("early", [True, False])
+def test_what_the_forward_raises_in_eager_mode_is_raised(early: bool) -> None:
+    model, batch = Classifier(Raises()), small_batch()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.random.get_rng_state()
+    with pytest.raises(ValueError, match=r"the rows\n are odd"):
+        graphaccel.optimize(model, example_batch=batch if early else None)(*batch)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
 
 
-def test_the_cause_is_kept() -> None:
-    model = Classifier(Raises())
-    with pytest.raises(errors.CaptureRefused) as caught:
-        graphaccel.optimize(model, example_batch=small_batch())
-    assert isinstance(caught.value.__cause__, ValueError)
+def test_a_batch_that_does_not_fit_raises_what_torch_says() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, 1), nn.Flatten(0))
+    model, _ = graphaccel.optimize(model, torch.optim.SGD(model.parameters(), lr=0.1), devices=1)
+    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
+        model(torch.ones(2, WIDTH + 1))
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+        model()
+    model(torch.ones(2, WIDTH)).sum().backward()
+
+
+def test_a_mode_that_counts_operations() -> None:
+    model, batch = Classifier(), small_batch()
+    model, _ = graphaccel.optimize(model, torch.optim.SGD(model.parameters(), lr=0.1), devices=1)
+    with FlopCounterMode(display=False), pytest.raises(errors.GradientRuleRefused) as caught:
+        model(*batch)
+    assert "`FlopCounterMode`, which is active around the call of the model" in str(caught.value)
 
 
 def test_a_refused_first_batch_leaves_the_optimizer_state() -> None:

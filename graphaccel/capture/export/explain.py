@@ -34,7 +34,6 @@ from graphaccel.errors import (
 from graphaccel.errors.messages import Location
 from graphaccel.ir.calls import arguments
 
-_DISTRIBUTIONS = f"{torch.__path__[0]}{os.sep}distributions{os.sep}"
 _FORWARD_MODE = (
     "first derivatives in a direction can be captured:  "
     "value, slope = torch.func.jvp(function, (x,), (direction,))"
@@ -81,13 +80,9 @@ def explained(error: Exception, model: nn.Module, weights: Weights) -> Exception
     if isinstance(error, WrittenWithoutGrad):
         location = line_of(error.stack_trace)
     if isinstance(error, DataDependentError):
-        files = [f.filename for f in traceback.extract_tb(error.__traceback__)]
-        checked = any(name.startswith(_DISTRIBUTIONS) for name in files)
         line = (location.text or "") if location is not None else ""
         asserts = line.lstrip().startswith("assert ")
-        return TensorBranch(
-            module=where, location=location, distribution=checked, assertion=asserts
-        )
+        return TensorBranch(module=where, location=location, assertion=asserts)
     if isinstance(error, Unregistered):
         result = weights.described(error.tensor)
         return UnregisteredWeight(

@@ -39,7 +39,7 @@ from graphaccel.capture.export.watch import INSIDE, Watch
 from graphaccel.capture.export.weights import Weights
 from graphaccel.capture.state.caches import caches_of, forget_traced, restore_buffers
 from graphaccel.capture.trace import Answers
-from graphaccel.compat.torch.asserted import assertions_passed
+from graphaccel.compat.torch.asserted import assertions_passed, distributions_unchecked
 from graphaccel.compat.torch.export import (
     causal_masks_as_given,
     inference_as_no_grad,
@@ -165,6 +165,7 @@ class _WithLoss(nn.Module):
             causal_masks_as_given(),
             parametrizations_computed(),
             assertions_passed(INSIDE),
+            distributions_unchecked(),
             around,
             numbers,
             written_in_place(self.model),

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
@@ -66,6 +67,7 @@ class GradientInside(Exception):
 _LOST = ("fake tensor in", "functorch tensor", "TensorWrapper")
 """In texts of torch.export about a value of a gradient or a transform that is not in the graph."""
 
+_MODULE_TRACKER = f"utils{os.sep}module_tracker.py"
 _HANDS_OUT = "return the tensor from the model's forward, with loss_fn='outside'"
 
 
@@ -320,6 +322,16 @@ def _asked_by_user() -> bool:
 
 
 def _node_read() -> None:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(_MODULE_TRACKER):
+            raise RuleRefused(
+                "`FlopCounterMode`, which is active around the call of the model,",
+                "it hooks into the gradient of each module, and the step is one graph",
+                "count the model as it is, before optimize:  "
+                "with FlopCounterMode() as flops: model(x).backward()",
+            )
+        frame = frame.f_back
     raise RuleRefused(
         "what is asked of `grad_fn`",
         "the graph has nodes of its own, to which hooks on these do not belong",

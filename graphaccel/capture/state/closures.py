@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ import torch
 from torch import nn
 
 from graphaccel.compat.torch.tensors import storage_key
+from graphaccel.guards.attributes import PROXIES, referent_of
 
 
 class _Memo(dict):
@@ -95,7 +97,8 @@ def functions_follow(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> No
 @contextmanager
 def _functions_follow() -> Iterator[None]:
     """A context in which `copy.deepcopy` with a `_Memo` also copies functions."""
-    table = {FunctionType: _copied_function, MethodType: _copied_method}
+    table: dict[type, Any] = {FunctionType: _copied_function, MethodType: _copied_method}
+    table |= dict.fromkeys((weakref.ref, *PROXIES), _copied_reference)
     # Since Python 3.14 types that are never copied are looked up first, in a set.
     atomic = getattr(copy, "_atomic_types", None)
     with patch.dict(copy._deepcopy_dispatch, table):  # type: ignore[attr-defined]
@@ -135,6 +138,15 @@ def _copied_cell(cell: CellType, memo: _Memo) -> CellType:
 def _copied_method(method: MethodType, memo: dict[int, Any]) -> MethodType:
     function = copy.deepcopy(method.__func__, memo)
     return type(method)(function, copy.deepcopy(method.__self__, memo))
+
+
+def _copied_reference(reference: Any, memo: dict[int, Any]) -> Any:
+    """A weak reference, or a proxy, to the copy of what it refers to."""
+    referent = referent_of(reference)
+    if referent is None or not isinstance(memo, _Memo) or not _reaches(referent, memo):
+        return reference
+    copied = copy.deepcopy(referent, memo)
+    return weakref.proxy(copied) if isinstance(reference, PROXIES) else weakref.ref(copied)
 
 
 def _is_filled(cell: CellType) -> bool:
@@ -233,6 +245,8 @@ def _named_by(value: Any) -> list[tuple[str, Any]]:
         cells = [(name, c.cell_contents) for name, c in pairs if _is_filled(c)]
         defaults = [("a default", v) for v in value.__defaults__ or ()]
         return [*cells, *defaults, *(value.__kwdefaults__ or {}).items(), *vars(value).items()]
+    if type(value) in (weakref.ref, *PROXIES):
+        return [("the referent", referent_of(value))]
     if isinstance(value, MethodType):
         return [("__func__", value.__func__), ("__self__", value.__self__)]
     if isinstance(value, functools.partial):

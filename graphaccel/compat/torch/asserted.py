@@ -1,6 +1,7 @@
-"""What an `assert` of the user asks of a value while export traces: it passes.
+"""What checks ask of values while export traces: they pass.
 
-torch.export follows `assert x`, without a message, and only where it is one jump in the code.
+torch.export follows `assert x`, without a message, and only where it is one jump in the code. The
+checks of `torch.distributions` are assertions, too: `python -O` leaves them out.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
+import torch
+from torch.distributions import Distribution
 from torch.fx.experimental.sym_node import SymNode
 
 from graphaccel.compat.torch.export import DataDependentError
@@ -44,6 +47,25 @@ def assertions_passed(inside: tuple[str, ...]) -> Iterator[None]:
             return answer
 
     with patch.object(SymNode, "guard_bool", guarded):
+        yield
+
+
+@contextmanager
+def distributions_unchecked() -> Iterator[None]:
+    """Meanwhile distributions do not check the values of their parameters and samples."""
+    own = Distribution.__init__
+
+    def built(self: Distribution, *args: Any, **kwargs: Any) -> None:
+        own(self, *args[:2], **{**kwargs, "validate_args": False})
+
+    def validated(self: Distribution, value: Any) -> None:
+        if not isinstance(value, torch.Tensor):
+            raise ValueError("The value argument to log_prob must be a Tensor")
+
+    with (
+        patch.object(Distribution, "__init__", built),
+        patch.object(Distribution, "_validate_sample", validated),
+    ):
         yield
 
 

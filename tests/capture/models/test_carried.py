@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributions import Categorical, Normal
 from torch.nn import functional as F
 
 import graphaccel
@@ -38,16 +39,22 @@ def test_a_trained_one_is_refused() -> None:
         graphaccel.optimize(Taught(frozen=False).double(), example_batch=batch_of(), devices=1)
 
 
-def test_a_distribution_says_what_to_leave_out() -> None:
-    class Likelihood(nn.Module):
-        def __init__(self, check: bool | None) -> None:
-            super().__init__()
-            self.layer, self.check = nn.Linear(WIDTH, WIDTH), check
+class Likelihood(nn.Module):
+    """Of a distribution that is checked, or not, or is a choice."""
 
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            made = torch.distributions.Normal(self.layer(x), 1.0, validate_args=self.check)
-            return -made.log_prob(y).mean()
+    def __init__(self, kind: str, check: bool | None) -> None:
+        super().__init__()
+        self.layer, self.kind, self.check = nn.Linear(WIDTH, WIDTH), kind, check
 
-    with pytest.raises(graphaccel.errors.TensorBranch, match="validate_args=False"):
-        graphaccel.optimize(Likelihood(True).double(), example_batch=batch_of(), devices=1)
-    assert_as_eager(lambda: Likelihood(False), steps=1)
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.layer(x)
+        if self.kind == "normal":
+            return -Normal(h, 1.0, validate_args=self.check).log_prob(y).mean()
+        chosen = (y > 0).long().sum(-1).clamp(max=WIDTH - 1)
+        return -Categorical(logits=h, validate_args=self.check).log_prob(chosen).mean()
+
+
+@pytest.mark.parametrize("check", [True, False, None])
+@pytest.mark.parametrize("kind", ["normal", "categorical"])
+def test_checks_of_a_distribution_are_left_out(kind: str, check: bool | None) -> None:
+    assert_as_eager(lambda: Likelihood(kind, check), steps=1)
