@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_not
+from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -228,5 +230,7 @@ def token_text(token: Any) -> str:
         return "not there"
     if isinstance(token, tuple) and len(token) == 2 and isinstance(token[0], type):
         return str(token[1]) if token[1] == "nan" else repr(token[1])
+    if isinstance(token, CodeType):
+        return f"{token.co_name} of {Path(token.co_filename).name}:{token.co_firstlineno}"
     name = getattr(token, "__qualname__", None)
     return name if name is not None else repr(token)

@@ -107,6 +107,8 @@ def places(model: nn.Module, reads: Reads, live: nn.Module | None = None) -> dic
         walk.scope(scope)
     for name, root in reads.roots.items():
         walk.value(name, reads.roots, name, "dict", root, None, 0, True)
+    for scope in reads.scopes:
+        walk.process(scope)
     return walk.places
 
 
@@ -278,9 +280,6 @@ class _Walk:
                 self._outside(f"{module}.{name}", names, name, "dict", names[name], scope)
             elif name in sys.modules and name not in names:  # imported by the function itself
                 self._outside(name, sys.modules, name, "dict", sys.modules[name], scope)
-        for held in process_state(code, names, library=scope.library):
-            line = (code, held.name.rpartition(".")[2].removesuffix("()"))
-            self._keep(Place(held.name, held.holder, held.key, held.how, held.value, line, True))
         for number, function in enumerate(scope.functions):
             each = f"#{number}" if number else ""
             start = f"{module}.{function.__qualname__}{each}"
@@ -292,6 +291,14 @@ class _Walk:
                 value = getattr(function, name)
                 if value and not scope.library:
                     self._outside(f"{start}.{name}", function, name, "attribute", value, scope)
+
+    def process(self, scope: Scope) -> None:
+        """Places of the process's state that a function that ran asks for; last, since it may look
+        up what the model's values name."""
+        texts = {p.value for p in self.places.values() if type(p.value) is str}
+        for held in process_state(scope.code, scope.names, texts, library=scope.library):
+            line = (scope.code, held.name.rpartition(".")[2].removesuffix("()"))
+            self._keep(Place(held.name, held.holder, held.key, held.how, held.value, line, True))
 
     def _outside(
         self, text: str, holder: Any, key: Any, how: str, value: Any, scope: Scope

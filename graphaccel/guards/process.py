@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
@@ -36,15 +36,19 @@ class Held:
     value: Any = field(repr=False)
 
 
-def process_state(code: CodeType, names: Mapping[str, Any], *, library: bool) -> Iterator[Held]:
-    """What a function's code may ask of the process. names: its globals. library: whether it is of
-    an installed package, whose reads of torch's flags alone are followed."""
+def process_state(
+    code: CodeType, names: Mapping[str, Any], texts: Collection[str], *, library: bool
+) -> Iterator[Held]:
+    """What a function's code may ask of the process. names: its globals. texts: values that it may
+    look up by `getattr(F, self.activation)`. library: whether it is of an installed package, whose
+    reads of torch's flags alone are followed."""
+    wanted = (*code.co_names, *(texts if "getattr" in code.co_names else ()))
     for name in code.co_names:
         value = names.get(name, None if name in names else sys.modules.get(name))
         if isinstance(value, (FunctionType, BuiltinFunctionType)):
             yield from _answer(f"{getattr(value, '__module__', '')}.{name}", value, library)
         elif isinstance(value, ModuleType) and is_installed(value):
-            yield from _of_module(value, code, library)
+            yield from _of_module(value, wanted, library)
     if {"environ", "getenv"} & {*code.co_names} and not library:
         for key in texts_of(code):
             if key.isidentifier():
@@ -68,8 +72,8 @@ def is_installed(value: ModuleType | type) -> bool:
     return is_library(file)
 
 
-def _of_module(root: ModuleType, code: CodeType, library: bool) -> Iterator[Held]:
-    """The values of an installed module, and of the modules in it, that the code has names of."""
+def _of_module(root: ModuleType, wanted: Collection[str], library: bool) -> Iterator[Held]:
+    """The values of an installed module, and of the modules in it, with these names."""
     if library and root.__name__.partition(".")[0] != "torch":
         return
     seen: set[int] = set()
@@ -80,13 +84,15 @@ def _of_module(root: ModuleType, code: CodeType, library: bool) -> Iterator[Held
             continue
         seen.add(id(holder))
         flags = text.startswith(_FLAGS)
-        for name in code.co_names:
+        for name in wanted:
             value = _read(holder, name) if flags else vars(holder).get(name, MISSING)
             named = f"{text}.{name}"
             if isinstance(value, ModuleType) or (flags and _holds_flags(value)):
                 stack.append((named, value))
             elif isinstance(value, (FunctionType, BuiltinFunctionType)):
                 yield from _answer(named, value, library)
+                if not library:
+                    yield Held(named, vars(holder), name, "dict", value)
             elif flags and isinstance(value, SCALARS) and value is not None:
                 yield Held(named, partial(_read, holder, name), "()", "call", value)
             elif not library and _may_be_set(value):

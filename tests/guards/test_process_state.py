@@ -15,9 +15,15 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 import graphaccel
 from tests.guards.test_guards import Net, guarded
+
+
+def _twice(h: Tensor) -> Tensor:
+    return 2 * h
+
 
 COUNT = ctypes.c_double(1.0)
 SHARED = multiprocessing.Value("d", 1.0)
@@ -89,6 +95,14 @@ USES: dict[str, tuple[Callable[[Any, Tensor], Any], Callable[[Any], object]]] = 
         lambda _, h: 2 * h if torch.backends.cudnn.benchmark else h,
         lambda _: setattr(torch.backends.cudnn, "benchmark", True),
     ),
+    "a function of torch's": (
+        lambda _, h: functional.gelu(h),
+        lambda _: setattr(functional, "gelu", _twice),
+    ),
+    "a function of torch's by name": (
+        lambda s, h: getattr(functional, s.activation)(h),
+        lambda _: setattr(functional, "relu", _twice),
+    ),
     "a number of torch's": (
         lambda _, h: h * torch.get_num_threads(),
         lambda _: torch.set_num_threads(torch.get_num_threads() + 1),
@@ -107,6 +121,8 @@ def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("GUARDS_SHIFT")
     monkeypatch.setattr(math, "my_scale", 1.0, raising=False)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    for name in ("gelu", "relu"):
+        monkeypatch.setattr(functional, name, getattr(functional, name))
     Table.values["scale"], threads = 1.0, torch.get_num_threads()
     yield
     torch.use_deterministic_algorithms(False)
@@ -119,15 +135,12 @@ def test_a_change_is_noticed(name: str) -> None:
     use, change = USES[name]
     model = Described(use)
     model.a.weight.scale = 1.0  # type: ignore[attr-defined]
+    model.activation = "relu"  # type: ignore[assignment]
     guards = guarded(model)
     assert guards.hold()
     assert guards.hold()  # by identity
     change(model)
     assert not guards.hold()
-
-
-def _twice(h: Tensor) -> Tensor:
-    return 2 * h
 
 
 def _of_module(_: Any, h: Tensor) -> Tensor:

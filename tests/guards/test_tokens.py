@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from graphaccel.guards import tokens
+from graphaccel.guards.guards import token_text
 
 
 @pytest.mark.parametrize("value", [{"a": 1, "b": 2}, {"a", "b"}])
@@ -23,3 +24,11 @@ def test_a_container_may_change_while_it_is_read(
     monkeypatch.setattr(tokens, "key_of", counted)
     assert tokens.token_of(value) == before
     assert tokens.token_of(value) != before
+
+
+def test_the_text_of_a_function_is_the_same_in_every_process() -> None:
+    def act() -> None:
+        pass
+
+    text = token_text(tokens.token_of(act))
+    assert text == f"act of test_tokens.py:{act.__code__.co_firstlineno}"

@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from graphaccel.capture.export.export import GraphInput, GraphOutput
-from graphaccel.errors import BadPin
+from graphaccel.errors import BadPin, Unsupported
 from graphaccel.ir.calls import is_random
 from graphaccel.ir.values import returned
 from graphaccel.sharding.rules.ops.collectives import is_message
@@ -64,7 +64,8 @@ def cut_stages(
     calls with other flags): then a node is on the last stage of what it reads, and `cuts` is
     ignored. everywhere: buffers that all stages hold, for what is computed once a step.
 
-    Raises BadPin (GA202) for cuts between rows that were sent to their experts and what reads them.
+    Raises BadPin (GA202) for cuts between rows that were sent to their experts and what reads them,
+    Unsupported (GA208) for a call that reads a parameter on a stage that does not hold it.
     """
     count = len(cuts) + 1
     placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
@@ -77,7 +78,9 @@ def cut_stages(
         stage = _with_weights(graph, _by_position(graph, positions, ends, free, behind), behind)
     else:
         count = 1 + max((s for held in homes.values() for s in held), default=0)
-        stage = _with_weights(graph, _by_parameters(graph, homes, free, weights), weights)
+        placed = _by_parameters(graph, homes, free, weights)
+        _check_homes(placed, homes, weights)
+        stage = _with_weights(graph, placed, weights)
     _check_rows(stage, cuts)
     gradients = _gradients(graph, outputs, stage)
     _drop_sums(graph, outputs, gradients, stage)
@@ -86,6 +89,26 @@ def cut_stages(
             everywhere, tuple(range(count))
         )
     return StagedGraph(graph, count, stage, free, gradients, homes)
+
+
+def _check_homes(
+    stage: Mapping[fx.Node, int],
+    homes: Mapping[str, tuple[int, ...]],
+    weights: Mapping[fx.Node, tuple[str, ...]],
+) -> None:
+    """A parameter that the planned step did not read is on the first stage, wherever it belongs."""
+    for node, own in stage.items():
+        for source in node.all_input_nodes:
+            for name in weights.get(source, ()):
+                if own not in homes.get(name, (own,)):
+                    raise Unsupported(
+                        what=f"a step that reads `{name}` on stage {own} of the pipeline",
+                        reason="the step that was planned for did not read it, and left it on "
+                        f"stage {homes[name][0]}",
+                        help_line="plan for a step that reads every parameter:  "
+                        "graphaccel.optimize(model, optimizer, example_batch=batch)",
+                        other_help="or leave the model whole:  pipeline=1",
+                    )
 
 
 def _check_rows(stage: Mapping[fx.Node, int], cuts: Sequence[str]) -> None:
