@@ -57,6 +57,7 @@ from graphaccel.runtime.init_tape import Record
 from graphaccel.runtime.launch import check_devices, ensure_launched
 from graphaccel.runtime.module import attach
 from graphaccel.runtime.parameters.sharded_optimizer import is_elementwise
+from graphaccel.runtime.rendezvous import meeting_by_variables
 from graphaccel.runtime.wrappers import refuse_on
 
 PLAN_ONLY = "GRAPHACCEL_PLAN_ONLY"
@@ -342,7 +343,8 @@ def start_ranks(
     devices, given, cluster: what says how many ranks there are; without any, the launcher does.
     Returns the number of ranks, and the device that this rank computes on.
 
-    Raises TooManyDevices (GA205), NeedsLauncher (GA403), GraphMisuse (GA407) or NotAlone (GA409).
+    Raises TooManyDevices (GA205), NeedsLauncher (GA403), GraphMisuse (GA407), NotAlone (GA409) or
+    NoMeeting (GA419).
     """
     if devices != 1 and not dist.is_initialized():
         join_job(restarts=devices is not None or given is not None)
@@ -361,7 +363,8 @@ def _start(count: int, timeout: float) -> torch.device:
     if cuda:
         torch.cuda.set_device(device)
     if count > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout))
+        with meeting_by_variables(os.environ, timeout):
+            dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout))
         atexit.register(_leave)
     return device
 

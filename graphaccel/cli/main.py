@@ -286,9 +286,16 @@ def _add_run(commands: Commands) -> None:
     nodes = run.add_argument_group("several machines", "as in torchrun; start it on each")
     nodes.add_argument("--nnodes", type=machines, metavar="N", help="or LEAST:MOST")
     nodes.add_argument("--node-rank", type=whole_number, metavar="I", help="from 0")
-    nodes.add_argument("--rdzv-endpoint", metavar="HOST:PORT")
+    nodes.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="of the first machine")
+    nodes.add_argument(
+        "--master-addr", metavar="HOST", help="the same as --rdzv-endpoint HOST:PORT"
+    )
+    nodes.add_argument("--master-port", type=whole_number, metavar="PORT", help="default: 29500")
     nodes.add_argument("--rdzv-backend", metavar="NAME")
     nodes.add_argument("--rdzv-id", metavar="NAME")
+    nodes.add_argument(
+        "--rdzv-timeout", type=positive, metavar="SECONDS", help="wait for others; default: 300"
+    )
     add_pins(run)
     run.add_argument("script", metavar="SCRIPT")
     run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="of the script")
@@ -321,6 +328,11 @@ def torchrun_flags(arguments: argparse.Namespace) -> list[str]:
     names = ("nnodes", "node_rank", "rdzv_endpoint", "rdzv_backend", "rdzv_id")
     said = {name: getattr(arguments, name) for name in names}
     given = {name: value for name, value in said.items() if value not in (None, "")}
+    if arguments.master_addr and not arguments.rdzv_endpoint:
+        given["rdzv_endpoint"] = f"{arguments.master_addr}:{arguments.master_port or 29500}"
+    if arguments.rdzv_timeout is not None:
+        seconds = arguments.rdzv_timeout
+        given["rdzv_conf"] = f"timeout={seconds},join_timeout={seconds}"
     if arguments.max_restarts:  # in a static rendezvous the ranks of a restart meet the old ones'
         given.pop("node_rank", None)
     if given:

@@ -314,6 +314,30 @@ class NotAlone(GraphAccelError):
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
+class NoMeeting(GraphAccelError):
+    """The processes of a job can not connect to each other before they begin.
+
+    endpoint: HOST:PORT, or empty where nothing names it. cause: in words. command: an example.
+    """
+
+    code = "GA419"
+    endpoint: str
+    cause: str
+    command: str
+
+    def message(self) -> Message:
+        where = f" at {self.endpoint}" if self.endpoint else ""
+        return Message(
+            f"the processes of this job can not meet{where}: {self.cause}",
+            why="before training starts every process connects to a port of the first machine",
+            help=(
+                "name a machine that all of them reach, and a port that is free on it:  "
+                f"{self.command}",
+            ),
+        )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
 class WrappedModel(GraphAccelError):
     """Another system wraps the model or a part of it. what: a whole sentence."""
 

@@ -15,11 +15,14 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from graphaccel.errors import GraphAccelError, GraphMisuse, NeedsLauncher, TooManyDevices
+from graphaccel.runtime.rendezvous import example, meet, torch_meets
 
 PROCESSES_PER_CORE = 4
 """CPU ranks share cores; with more than this, gloo times out before the job progresses."""
@@ -32,6 +35,8 @@ STOPPED_FILE = "GRAPHACCEL_STOPPED"
 _STARTED = "GRAPHACCEL_LAUNCHED"
 _TETHER = Path(__file__).with_name("tether.py")
 _ALL_OUTPUT = "GRAPHACCEL_ALL_OUTPUT"
+_HANDLED = 2.0
+"""Seconds that a signal is given to reach its handler."""
 
 
 def ensure_launched(devices: int, world: int | None = None) -> None:
@@ -89,6 +94,7 @@ def run_script(
     Raises:
         TooManyDevices: more devices than this machine has (GA205).
         GraphMisuse: there is no such script (GA407).
+        NoMeeting: the machines of the job can not connect to each other (GA419).
     """
     if not (argv[0].startswith("-") or os.path.exists(argv[0])):
         raise GraphMisuse(
@@ -126,9 +132,13 @@ def launch(
     if hidden:
         flags.append("--redirects=" + ",".join(f"{rank}:1" for rank in range(1, devices)))
     keep = False
+    script = next((shlex.quote(part) for part in command if part.endswith(".py")), "train.py")
+    several = example(devices, script)
     try:
-        with _stop_requests() as signals:
-            run.main([*flags, *signals, *tether, *command])
+        with _stop_requests(logs) as signals:
+            place = meet(flags, several)
+            with torch_meets(place, several):
+                run.main([*flags, *signals, *tether, *command])
         return STOPPED if stopped.exists() else 0
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
@@ -172,34 +182,68 @@ def _on_this_machine(devices: int) -> int:
 
 
 @contextmanager
-def _stop_requests() -> Iterator[list[str]]:
+def _stop_requests(logs: str) -> Iterator[list[str]]:
     """Meanwhile a SIGTERM is passed on to the ranks, which may save before they end, without the
     launcher's limit of 30 s. Gives the flags that leave this signal to us.
 
-    Only on Linux, where a process can ask for its children.
+    logs: a folder to remove where there are no ranks yet. Only on Linux, where a process can ask
+    for its children.
     """
-    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
-    if not children.exists():
+    if not _children().exists():
         yield []
         return
 
     def pass_on(number: int, _: object) -> None:
-        ranks = 0
-        for child in map(int, children.read_text().split()):
-            try:
-                if os.getpgid(child) == child:  # ranks have sessions of their own
-                    os.killpg(child, number)
-                    ranks += 1
-            except ProcessLookupError:
-                continue
+        ranks = _ranks()
+        for rank in ranks:
+            with suppress(ProcessLookupError):
+                os.killpg(rank, number)
         if not ranks:
             sys.exit(128 + number)
 
     before = signal.signal(signal.SIGTERM, pass_on)
     try:
-        yield ["--signals-to-handle=SIGINT,SIGHUP,SIGQUIT"]
+        with _ended_while_it_waits(logs):
+            yield ["--signals-to-handle=SIGINT,SIGHUP,SIGQUIT"]
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _children() -> Path:
+    return Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
+
+
+def _ranks() -> list[int]:
+    """The processes of the ranks, which have sessions of their own."""
+    ranks = []
+    for child in map(int, _children().read_text().split()):
+        with suppress(ProcessLookupError):
+            ranks += [child] if os.getpgid(child) == child else []
+    return ranks
+
+
+@contextmanager
+def _ended_while_it_waits(logs: str) -> Iterator[None]:
+    """Meanwhile SIGTERM and SIGINT end this process also where torch waits for other machines in
+    C++: Python calls no handler there, but the number of a signal arrives at a file at once."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+
+    def watch() -> None:
+        while numbers := os.read(reader, 1):
+            if numbers[0] in (signal.SIGTERM, signal.SIGINT) and not _ranks():
+                time.sleep(_HANDLED)  # by Python, where it can
+                if not _ranks():
+                    shutil.rmtree(logs, ignore_errors=True)
+                    os._exit(128 + numbers[0])
+
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    threading.Thread(target=watch, name="graphaccel-signals", daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(writer)
 
 
 def available_devices() -> tuple[int, str]:
@@ -250,9 +294,13 @@ def _in_pytest() -> bool:
 
 def _command(devices: int) -> str:
     """The command line that starts this program under the launcher, as typed in a shell."""
+    return f"graphaccel run --devices {devices} {_script()}"
+
+
+def _script() -> str:
+    """The script as typed in a shell, or an example of one."""
     notebook = hasattr(builtins, "get_ipython")
-    script = sys.argv[0] if sys.argv[0].endswith(".py") and not notebook else "train.py"
-    return f"graphaccel run --devices {devices} {shlex.quote(script)}"
+    return shlex.quote(sys.argv[0]) if sys.argv[0].endswith(".py") and not notebook else "train.py"
 
 
 def _main() -> int:

@@ -117,6 +117,19 @@ error[GA409]: SLURM_NTASKS=8 says that this job has several processes, and srun 
   explain: graphaccel explain GA409""",
     ),
     (
+        errors.NoMeeting(
+            endpoint="node0:29500",
+            cause="Connection refused, for 300 s",
+            command="graphaccel run --devices 1 --nnodes 2 --node-rank 1 "
+            "--rdzv-endpoint FIRST_MACHINE:29500 train.py",
+        ),
+        """\
+error[GA419]: the processes of this job can not meet at node0:29500: Connection refused, for 300 s
+  why:  before training starts every process connects to a port of the first machine
+  help: name a machine that all of them reach, and a port that is free on it:  graphaccel run --devices 1 --nnodes 2 --node-rank 1 --rdzv-endpoint FIRST_MACHINE:29500 train.py
+  explain: graphaccel explain GA419""",
+    ),
+    (
         errors.WrappedModel(
             what="the optimized model is inside DistributedDataParallel",
             why="graphaccel splits the step over devices and sums the gradients itself",
