@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from graphaccel.checkpoint.contents import Contents, local
 from graphaccel.checkpoint.random_state import random_states
@@ -25,12 +26,14 @@ from graphaccel.checkpoint.writing import Job, as_file, not_saved
 from graphaccel.errors import GraphMisuse
 from graphaccel.progress import progress
 from graphaccel.runtime.agreement import SAVE
+from graphaccel.runtime.parameters.sharded import ShardTensor
 
 Optimizer = torch.optim.Optimizer
 
 FOLDER = "GRAPHACCEL_CHECKPOINT"
 """Environment variable with the folder of `graphaccel run --checkpoint FOLDER`."""
 RESERVED = ("model", "optimizer")
+_OURS = (ShardTensor, DTensor)
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Tensor, nn.Parameter, torch.Size)
 
 
@@ -200,7 +203,12 @@ def _copied(
     """Tensors to write, and the rest as a file. Collective."""
     states, plain = contents.states()
     tensors = _tensors(contents, states)
-    others = saver.together.each(lambda: plain, lambda _, cause: GraphMisuse(what=cause))
+
+    def known() -> dict[str, dict[str, dict[str, Any]]]:
+        _check_classes(tensors)
+        return plain
+
+    others = saver.together.each(known, lambda _, cause: GraphMisuse(what=cause))
     merged = {
         name: {k: v for result in reversed(others) for k, v in result[name].items()}
         for name in plain
@@ -251,6 +259,23 @@ def _tensors(contents: Contents, states: Mapping[str, torch.Tensor]) -> dict[str
     """The tensors that this rank writes: weights, and `states` of optimizers."""
     held = local({**contents.weights(), **states})
     return {name: tensor.detach() for name, tensor in held.items()}
+
+
+def _check_classes(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise GraphMisuse (GA407) for a tensor that is made of others, as quantized ones are: what
+    its class adds to them would not be restored."""
+    for name, tensor in tensors.items():
+        kind = type(tensor)
+        if kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__ or isinstance(tensor, _OURS):
+            continue
+        of_optimizer = ".state." in name
+        raise GraphMisuse(
+            what=f"`{name}` is a {kind.__module__}.{kind.__qualname__}, which a checkpoint does "
+            "not hold",
+            help_line="save the model alone:  graphaccel.save(folder, model, step=step)"
+            if of_optimizer
+            else "save the rest, with weights=False, and these by the library that made them",
+        )
 
 
 def _plain_file(state: Mapping[str, Any]) -> bytes:

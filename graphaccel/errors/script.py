@@ -317,16 +317,16 @@ class NotAlone(GraphAccelError):
 class NoMeeting(GraphAccelError):
     """The processes of a job can not connect to each other before they begin.
 
-    endpoint: HOST:PORT, or empty where nothing names it. cause: in words. command: an example.
+    place: HOST:PORT, or empty where nothing names it. cause: in words. command: an example.
     """
 
     code = "GA419"
-    endpoint: str
+    place: str
     cause: str
     command: str
 
     def message(self) -> Message:
-        where = f" at {self.endpoint}" if self.endpoint else ""
+        where = f" at {self.place}" if self.place else ""
         return Message(
             f"the processes of this job can not meet{where}: {self.cause}",
             why="before training starts every process connects to a port of the first machine",

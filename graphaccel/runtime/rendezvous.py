@@ -43,7 +43,7 @@ def meet(flags: Sequence[str], command: str) -> str:
     if given.standalone or given.rdzv_backend not in ("static", "c10d"):
         return str(endpoint)
     if not endpoint:
-        raise NoMeeting(endpoint="", cause="nothing says where", command=command)
+        raise NoMeeting(place="", cause="nothing says where", command=command)
     config = dict(pair.split("=", 1) for pair in given.rdzv_conf.split(",") if "=" in pair)
     host, port = _place(endpoint, command)
     static = given.rdzv_backend == "static"
@@ -65,7 +65,7 @@ def meeting_by_variables(environment: Mapping[str, str], seconds: float) -> Iter
     )
     if not address or not port:
         missing = "MASTER_PORT" if address else "MASTER_ADDR"
-        raise NoMeeting(endpoint="", cause=f"{missing} is not set", command=command)
+        raise NoMeeting(place="", cause=f"{missing} is not set", command=command)
     place = _place(f"{address}:{port}", command)
     if environment.get("RANK") != "0":
         _wait_at(*place, seconds, command)
@@ -76,7 +76,7 @@ def meeting_by_variables(environment: Mapping[str, str], seconds: float) -> Iter
 
 
 @contextmanager
-def torch_meets(endpoint: str, command: str) -> Iterator[None]:
+def torch_meets(place: str, command: str) -> Iterator[None]:
     """Raise NoMeeting (GA419) for what torch raises where processes do not meet."""
     from torch.distributed import DistError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
@@ -85,7 +85,7 @@ def torch_meets(endpoint: str, command: str) -> Iterator[None]:
         yield
     except (DistError, RendezvousError, ValueError) as error:
         cause = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise NoMeeting(endpoint=endpoint, cause=cause, command=command) from None
+        raise NoMeeting(place=place, cause=cause, command=command) from None
 
 
 def _parsed(flags: Sequence[str], command: str) -> Any:
@@ -106,7 +106,7 @@ def _parsed(flags: Sequence[str], command: str) -> Any:
         )
         variables = [f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith("PET_")]
         cause = " ".join([cause, *(f"({', '.join(variables)})",)] if variables else [cause])
-        raise NoMeeting(endpoint="", cause=cause, command=command) from None
+        raise NoMeeting(place="", cause=cause, command=command) from None
 
 
 def _place(endpoint: str, command: str) -> tuple[str, int]:
@@ -116,7 +116,7 @@ def _place(endpoint: str, command: str) -> tuple[str, int]:
         host, port = port, str(_PORT)
     if not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
         cause = "it is no HOST:PORT with a port up to 65535"
-        raise NoMeeting(endpoint=endpoint, cause=cause, command=command)
+        raise NoMeeting(place=endpoint, cause=cause, command=command)
     return host.strip("[]"), int(port)
 
 
@@ -164,7 +164,7 @@ def _until_done(
         waited = time.monotonic() - started
         if not passes or waited >= seconds:
             cause += f", for {seconds:.0f} s" if passes else ", on the first machine itself"
-            raise NoMeeting(endpoint=endpoint, cause=cause, command=command)
+            raise NoMeeting(place=endpoint, cause=cause, command=command)
         if waited >= min(_SAY_AFTER, seconds / 2) and not said:
             said = True
             line = f"for {endpoint}, at most {seconds:.0f} s: {cause}"

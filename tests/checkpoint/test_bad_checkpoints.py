@@ -253,3 +253,32 @@ def test_every_mutation_is_refused_or_loads_the_same(folder: Path, name: str) ->
             codes.append(error.code)
     assert len(codes) > 100
     assert {"GA413"} <= set(codes) <= {"GA413", "GA414", "GA415"}
+
+
+class Quantized(torch.Tensor):
+    """A tensor that is made of codes and a scale, as torchao's 8-bit state is."""
+
+    @staticmethod
+    def __new__(cls, like: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is torch.ops.aten.detach.default
+        return args[0]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_a_quantized_tensor_adds_is_not_lost(tmp_path: Path, asynchronous: bool) -> None:
+    model, optimizer, _ = build()
+    weight = model[0].weight
+    optimizer.state[weight] = {"exp_avg": Quantized(weight)}
+    with pytest.raises(errors.GraphMisuse) as caught:
+        graphaccel.save(tmp_path, model, optimizer, step=1, asynchronous=asynchronous)
+    sentence = f"`optimizer.state.0.weight.exp_avg` is a {__name__}.Quantized, which a checkpoint"
+    assert sentence in str(caught.value)
+    assert "save the model alone:  graphaccel.save(folder, model, step=step)" in str(caught.value)
+    saved = graphaccel.save(tmp_path, model, step=1, asynchronous=asynchronous)
+    assert saved is not None
+    saved.wait()
+    assert graphaccel.load(tmp_path, model).step == 1

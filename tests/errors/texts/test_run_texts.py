@@ -118,7 +118,7 @@ error[GA409]: SLURM_NTASKS=8 says that this job has several processes, and srun 
     ),
     (
         errors.NoMeeting(
-            endpoint="node0:29500",
+            place="node0:29500",
             cause="Connection refused, for 300 s",
             command="graphaccel run --devices 1 --nnodes 2 --node-rank 1 "
             "--rdzv-endpoint FIRST_MACHINE:29500 train.py",
