@@ -6,22 +6,21 @@ defaults. The same walk of a copy of the model gives the same names with the val
 
 from __future__ import annotations
 
+import enum
 import functools
+import inspect
 import sys
-import threading
 import weakref
 from collections import ChainMap, UserDict, UserList, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from types import CellType, FunctionType, MappingProxyType, MethodType, ModuleType
+from types import FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.distributions import Distribution
-from torch.optim.lr_scheduler import LRScheduler
 
 from graphaccel.compat.torch.fakes import FakeTensor
 from graphaccel.guards.attributes import (
@@ -33,18 +32,22 @@ from graphaccel.guards.attributes import (
     slots_of,
     values_on,
 )
+from graphaccel.guards.followed import (
+    DEPTH,
+    OPAQUE,
+    ClassKey,
+    content_of,
+    is_object,
+    is_plain,
+)
 from graphaccel.guards.lines import Read
 from graphaccel.guards.process import is_installed, process_state
 from graphaccel.guards.reads import Reads, Scope, kind_of
-from graphaccel.guards.tokens import FUNCTIONS, MISSING, PLAIN_TYPES, SCALARS, is_value, token_of
+from graphaccel.guards.tokens import MISSING, PLAIN_TYPES, SCALARS, token_of
 
-_DEPTH = 6
 STRUCTURE = frozenset({*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"}) - {"training"}
 """Attributes of modules that are not Python values: tensors, submodules, hooks, and the second list
 of its weights that a recurrent layer keeps."""
-_OPAQUE = frozenset(
-    {"torch", "graphaccel", "builtins", "threading", "_thread", "weakref", "logging", "re"}
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +87,7 @@ class Place:
             setattr(self.holder, self.key, value)
         elif self.how == "context":
             self.holder.set(value)
-        elif isinstance(self.key, _ClassKey):
+        elif isinstance(self.key, ClassKey):
             setattr(self.key.owner, str(self.key), value)
         elif value is MISSING:
             self.holder.pop(self.key, None)
@@ -123,31 +126,17 @@ def objects_of(model: nn.Module, *others: Any) -> set[type]:
         value, depth = stack.pop()
         if type(value) in (weakref.ref, *PROXIES):
             value = referent_of(value)
-        if id(value) in seen or depth > _DEPTH:
+        if id(value) in seen or depth > DEPTH:
             continue
         seen.add(id(value))
         if isinstance(value, dict):
             stack += [(v, depth + 1) for v in value.values()]
         elif isinstance(value, (list, tuple, deque)):
             stack += [(v, depth + 1) for v in value]
-        elif _is_object(value):
+        elif is_object(value):
             results.add(type(value))
             stack += [(v, depth + 1) for v in attributes_of(value).values()]
     return results
-
-
-def _is_object(value: Any) -> bool:
-    kind = type(value)
-    plain = (*SCALARS, *PLAIN_TYPES, *FUNCTIONS, torch.Tensor, nn.Module, np.ndarray, np.generic)
-    if isinstance(value, (*plain, ModuleType, MethodType, functools.partial, dict, list, tuple)):
-        return False
-    if isinstance(value, (threading.local, torch.optim.Optimizer, LRScheduler, Distribution)):
-        return True
-    if is_value(value):
-        return False
-    return kind.__module__.split(".")[0] not in _OPAQUE and bool(
-        hasattr(value, "__dict__") or hasattr(kind, "__slots__")
-    )
 
 
 class _Walk:
@@ -193,12 +182,18 @@ class _Walk:
         if path:  # of the model itself, what is called is graphaccel's
             self._method(f"{start}forward", type(module), own, "forward", names.get("forward"))
         self._of_classes(type(module))
-        for name in own if "__dict__" in names else (*names, *(self._looked_up & own.keys())):
+        for name in self._wanted(own, names):
             if name in STRUCTURE or hasattr(nn.Module, name):
                 continue
             if any(name in t for t in (module._parameters, module._buffers, module._modules)):
                 continue
             self._attribute(f"{start}{name}", module, own, name, names.get(name), 0, shared)
+
+    def _wanted(self, own: Mapping[str, Any], names: Mapping[str, Read]) -> Iterable[str]:
+        """The attributes to follow of what has `own`, of which `names` were read."""
+        if "__dict__" in names:
+            return {**own, **dict.fromkeys(self._reads.texts)}
+        return (*names, *(self._looked_up & own.keys()))
 
     def _of_tensor(self, text: str, tensor: torch.Tensor, shared: bool) -> None:
         """Values that a script has set on a parameter or a buffer, as `weight.mult`."""
@@ -209,12 +204,12 @@ class _Walk:
     def _of_classes(self, kind: type) -> None:
         """Plain values of the script's classes, which `type(self).scale` reads unrecorded."""
         for cls in kind.__mro__:
-            if cls.__module__.partition(".")[0] in _OPAQUE or is_installed(cls):
+            if cls.__module__.partition(".")[0] in OPAQUE or is_installed(cls):
                 continue
             for name in self._names & vars(cls).keys():
                 if isinstance(vars(cls)[name], SCALARS) and not name.startswith("__"):
                     text = f"{cls.__module__}.{cls.__qualname__}.{name}"
-                    key = _ClassKey(cls, name)
+                    key = ClassKey(cls, name)
                     place = Place(text, vars(cls), key, "dict", vars(cls)[name], None, True)
                     self._keep(place)
 
@@ -230,10 +225,10 @@ class _Walk:
                 if isinstance(value, FunctionType):
                     self._method(text, type(holder), own, name, line)
                     return
-                if cls.__module__.split(".")[0] not in _OPAQUE and not hasattr(value, "__get__"):
+                if cls.__module__.split(".")[0] not in OPAQUE and not hasattr(value, "__get__"):
                     gone = Place(f"{text} of the instance", own, name, "dict", MISSING, line)
                     self._keep(gone)
-                    key = _ClassKey(cls, name)
+                    key = ClassKey(cls, name)
                     self.value(text, vars(cls), key, "dict", value, line, depth, True)
                 elif self._computes(holder, value):
                     self._computed(text, holder, name, line)
@@ -265,9 +260,9 @@ class _Walk:
             Place(f"{text} of the instance", own, name, "dict", own.get(name, MISSING), line)
         )
         cls = next((c for c in kind.__mro__ if name in vars(c)), None)
-        if cls is not None and cls.__module__.split(".")[0] not in _OPAQUE:
+        if cls is not None and cls.__module__.split(".")[0] not in OPAQUE:
             module, defined = kind_of(cls)
-            key, methods = _ClassKey(cls, name), vars(cls)
+            key, methods = ClassKey(cls, name), vars(cls)
             place = Place(f"{module}.{defined}.{name}", methods, key, "dict", methods[name], line)
             self._keep(place)
 
@@ -285,7 +280,7 @@ class _Walk:
             start = f"{module}.{function.__qualname__}{each}"
             cells = zip(code.co_freevars, function.__closure__ or (), strict=False)
             for name, cell in cells:
-                if name != "__class__" and (value := _content(cell)) is not MISSING:
+                if name != "__class__" and (value := content_of(cell)) is not MISSING:
                     self._outside(f"{start}.{name}", cell, name, "cell", value, scope)
             for name in ("__defaults__", "__kwdefaults__"):
                 value = getattr(function, name)
@@ -309,7 +304,7 @@ class _Walk:
             if follows and not is_installed(value):
                 self._namespace(text, value, scope)
             return
-        if not (follows or _is_plain(value)):
+        if not (follows or is_plain(value)):
             return
         line = (scope.code, key)
         self.value(text, holder, key, how, value, line, 0, True)
@@ -317,20 +312,31 @@ class _Walk:
     def _namespace(self, text: str, holder: Any, scope: Scope) -> None:
         """Places of a module or a class whose attributes are read as constants."""
         for name in self._names:
+            line = (scope.code, name)
+            if isinstance(holder, type):
+                self._of_class(f"{text}.{name}", holder, name, line)
+                continue
             value = vars(holder).get(name, MISSING)
-            if isinstance(holder, ModuleType):
-                followed = _is_plain(value) or isinstance(value, (FunctionType, type))
-                if isinstance(value, ModuleType) and id(value) not in self._modules:
-                    self._modules.add(id(value))
-                    if not is_installed(value):
-                        self._namespace(f"{text}.{name}", value, scope)
-            else:
-                plain = _is_plain(value) or _is_object(value)
-                followed = plain and not hasattr(value, "__get__")
-            if followed:
-                own = vars(holder)
-                key = _ClassKey(holder, name) if isinstance(holder, type) else name
-                self.value(f"{text}.{name}", own, key, "dict", value, (scope.code, name), 1, True)
+            if isinstance(value, ModuleType) and id(value) not in self._modules:
+                self._modules.add(id(value))
+                if not is_installed(value):
+                    self._namespace(f"{text}.{name}", value, scope)
+            if is_plain(value) or isinstance(value, (FunctionType, type)):
+                self.value(f"{text}.{name}", vars(holder), name, "dict", value, line, 1, True)
+
+    def _of_class(self, text: str, holder: type, name: str, line: Read) -> None:
+        """An attribute that is read of a class: its own, a base's, or a property of its class."""
+        cls = next((c for c in holder.__mro__[:-1] if name in vars(c)), None)
+        if cls is not None:
+            value = vars(cls)[name]
+            if (is_plain(value) or is_object(value)) and not hasattr(value, "__get__"):
+                if cls is not holder:
+                    own = ClassKey(holder, name)
+                    self._keep(Place(f"{text} of its own", vars(holder), own, "dict", MISSING))
+                key = ClassKey(cls, name)
+                self.value(text, vars(cls), key, "dict", value, line, 1, True)
+        elif any(name in vars(k) for k in inspect.getmro(type(holder)) if k not in (type, object)):
+            self._computed(text, holder, name, line)
 
     def value(
         self,
@@ -345,7 +351,7 @@ class _Walk:
     ) -> None:
         """A place, and the places inside its value."""
         copied = isinstance(value, nn.Parameter) and isinstance(value, FakeTensor)
-        if id(value) in self._own or copied or depth > _DEPTH:
+        if id(value) in self._own or copied or depth > DEPTH:
             return
         mark = (id(holder), key)
         if mark in self._done:
@@ -378,18 +384,22 @@ class _Walk:
         elif isinstance(value, functools.partial):
             for name in ("func", "args", "keywords"):
                 inside(f"{text}.{name}", value, name, "fixed", getattr(value, name))
+        elif isinstance(value, enum.Enum):
+            for name, held in vars(value).items():
+                if name in self._names and name[:1] != "_" and is_plain(held):
+                    inside(f"{text}.{name}", vars(value), name, "dict", held)
         elif isinstance(value, ContextVar):
             inside(f"{text}.get()", value, "get", "context", value.get(MISSING))
         elif isinstance(value, FunctionType):
             for name, cell in zip(
                 value.__code__.co_freevars, value.__closure__ or (), strict=False
             ):
-                if name != "__class__" and _is_plain(content := _content(cell)):
+                if name != "__class__" and is_plain(content := content_of(cell)):
                     inside(f"{text}.{name}", cell, name, "cell", content)
             for name, held in value.__dict__.items():
-                if name in self._names and _is_plain(held):
+                if name in self._names and is_plain(held):
                     inside(f"{text}.{name}", value.__dict__, name, "dict", held)
-        elif _is_object(value):
+        elif is_object(value):
             self._object(text, value, line, depth, shared)
 
     def _object(self, text: str, value: Any, line: Read, depth: int, shared: bool) -> None:
@@ -398,7 +408,7 @@ class _Walk:
         own = getattr(value, "__dict__", None)
         wanted: Iterable[str] = names if exact else self._names
         if own is not None and ("__dict__" in names or isinstance(value, Distribution)):
-            wanted = own
+            wanted = self._wanted(own, names) if exact else own
         for name in wanted:
             named, read = f"{text}.{name}", names.get(name, line)
             real = alias_of(type(value), name) or name
@@ -411,34 +421,3 @@ class _Walk:
 
     def _keep(self, place: Place) -> None:
         self.places.setdefault(place.name, place)
-
-
-class _ClassKey(str):
-    """The name of a class attribute, which is replaced by `setattr` on the class."""
-
-    def __new__(cls, owner: type, name: str) -> _ClassKey:
-        built = super().__new__(cls, name)
-        built.owner = owner
-        return built
-
-    owner: type
-
-
-def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # an empty cell
-        return MISSING
-
-
-def _is_plain(value: Any, depth: int = 0) -> bool:
-    """Whether it is a scalar, tensor or array, or a container of them."""
-    if isinstance(value, (*SCALARS, *PLAIN_TYPES, torch.Tensor, np.ndarray)):
-        return True
-    if depth > _DEPTH:
-        return False
-    if isinstance(value, dict):
-        return all(_is_plain(v, depth + 1) for v in value.values())
-    if isinstance(value, (list, tuple, deque, set, frozenset)):
-        return all(_is_plain(v, depth + 1) for v in value)
-    return False

@@ -30,6 +30,9 @@ _OWN = (f"{torch.__path__[0]}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}", 
 """Where the source code of torch and graphaccel is."""
 _STANDARD = f"{sysconfig.get_paths()['stdlib']}{os.sep}"
 
+_PAST = frozenset({"__getattribute__", "getattr_static"})
+"""Ways to read an attribute that are not recorded."""
+
 _SEEDS = frozenset({"manual_seed", "seed", "set_state", "graphsafe_set_state"})
 """Methods of `torch.Generator` that set its state."""
 
@@ -93,21 +96,33 @@ class Reads:
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """Every name in the code of the user's functions."""
+        """Every name in the code of the user's functions, also in texts such as "config.scale"."""
         own = (s.code.co_names for s in self.scopes if not s.library)
-        return frozenset(name for names in own for name in names)
+        return self.texts.union(*own)
+
+    @cached_property
+    def texts(self) -> frozenset[str]:
+        """The names in the texts of the user's functions."""
+        return frozenset().union(*(_named_in(s.code) for s in self.scopes if not s.library))
 
     @cached_property
     def looked_up(self) -> frozenset[str]:
         """Names that the user's functions may read past what is recorded, by
-        `object.__getattribute__`."""
-        codes = (s.code for s in self.scopes if not s.library)
-        past = (c.co_consts for c in codes if "__getattribute__" in c.co_names)
-        return frozenset(v for values in past for v in values if isinstance(v, str))
+        `object.__getattribute__` or `inspect.getattr_static`."""
+        codes = [s.code for s in self.scopes if not s.library]
+        past = [c for c in codes if _PAST & {*c.co_names}]
+        return frozenset().union(*map(_named_in, past))
 
     def of(self, cls: type) -> Mapping[str, Location | None]:
         """The attributes that were read of a class's instances."""
         return self.attributes.get(kind_of(cls), {})
+
+
+def _named_in(code: CodeType) -> set[str]:
+    """The names in the strings of a function's code: `"scale"`, `"config.scale"`."""
+    texts = [c for c in code.co_consts if isinstance(c, str)]
+    parts = [text.split(".") for text in texts]
+    return {name for names in parts if all(map(str.isidentifier, names)) for name in names}
 
 
 def line_of(frame: FrameType | None) -> Location | None:
