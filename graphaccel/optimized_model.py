@@ -193,7 +193,9 @@ class Handle:
         """Capture, plan and rewrite, then free what this rank does not hold
         (`dispatch.prepare`)."""
         run = self._run
-        self._form.same(*batch.rebuild(batch.leaves))
+        called = self._form.same(*batch.rebuild(batch.leaves))
+        if example:
+            batch = flatten_call(*self._form.with_numbers(*called))
         with eager_errors(run.model, run.compiler.model.loss_fn, batch):
             prepared, expected = prepare(run, batch, self._initial, planned, example=example)
         steps = Steps(run, prepared)
@@ -238,7 +240,7 @@ class Handle:
             self._unplanned.watch(output)
             return output
         args, kwargs = self._form.same(args, kwargs)
-        batch = flatten_call(args, kwargs)
+        batch = flatten_call(*self._form.with_numbers(args, kwargs))
         if self._reading.active:
             return self._read(training, batch, lambda: forward(module, *args, **kwargs))
         if not training and self._reading.wanted(batch, args, kwargs):
@@ -303,6 +305,7 @@ class Handle:
         if more is not None:
             batch, leaves = with_rows(batch, more), more.leaves(leaves)
         variant = steps.training(batch)
+        self._form.ran(variant.guards.numbers)
         prepared.session.follow()
         self._compare_before(batch, prepared, variant)
         leaves = variant.leaves(prepared.session, leaves)

@@ -19,6 +19,22 @@ LONG = 64
 """Positions from which a mask may be too large to be computed in full."""
 
 
+ARGUMENTS = "arguments"
+"""The name of a call's numbers among the Python values that a step depends on."""
+
+
+@dataclass(frozen=True)
+class CallNumber:
+    """A number among the leaves of a call, which may be another one in the next call: it is one of
+    the Python values that a step depends on, like those that a model holds.
+
+    values: where it is, by name.
+    """
+
+    name: str
+    values: dict[str, Any] = field(repr=False, compare=False)
+
+
 @dataclass(frozen=True)
 class Batch:
     """A call `model(*args, **kwargs)`, flattened.
@@ -47,8 +63,11 @@ class Batch:
         return {i: leaf for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)}
 
     def rebuild(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The (args, kwargs) of the call with `leaves`, in the order of `self.leaves`."""
-        return pytree.tree_unflatten(list(leaves[: self.spec.num_leaves]), self.spec)
+        """The (args, kwargs) of the call with `leaves`, in the order of `self.leaves`; with the
+        current values of its numbers."""
+        pairs = zip(self.leaves[: self.spec.num_leaves], leaves, strict=False)
+        given = [o.values[o.name] if isinstance(o, CallNumber) else leaf for o, leaf in pairs]
+        return pytree.tree_unflatten(given, self.spec)
 
     @property
     def has_objects(self) -> bool:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from itertools import takewhile
 from typing import Any
+
+from graphaccel.capture.batch import ARGUMENTS, CallNumber
 
 
 class CallForm:
@@ -19,6 +21,30 @@ class CallForm:
         except (TypeError, ValueError):  # a function without one
             self._signature = inspect.Signature()
         self._first: tuple[tuple[str, ...], tuple[str, ...]] | None = None
+        self._numbers: dict[tuple[str, ...], dict[str, Any]] = {}
+        self._last: dict[str, Any] = {}
+        self._changed: set[str] = set()
+        self._fixed: set[str] = set()
+
+    def with_numbers(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with a `CallNumber` in the place of each int and float, except for those
+        that can not be an input of a graph: each of their values has a capture of its own."""
+        named = {f"args[{i}]": value for i, value in enumerate(args)} | dict(kwargs)
+        numbers = {k: v for k, v in named.items() if type(v) in (int, float)}
+        self._changed = {k for k, v in numbers.items() if self._last.get(k, v) != v}
+        self._last |= numbers
+        numbers = {k: v for k, v in numbers.items() if k not in self._fixed}
+        values = self._numbers.setdefault(tuple(numbers), {})
+        values.update(numbers)
+        held = {k: CallNumber(k, values) if k in numbers else v for k, v in named.items()}
+        return tuple(held.pop(f"args[{i}]") for i in range(len(args))), held
+
+    def ran(self, inputs: Collection[str]) -> None:
+        """The call ran a step with these numbers as inputs, by the names of their places: one that
+        has changed and is none of them can not be one. The same on every rank."""
+        self._fixed |= {k for k in self._changed if f"{ARGUMENTS}[{k!r}]" not in inputs}
 
     def same(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]

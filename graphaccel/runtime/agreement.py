@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from graphaccel.capture.batch import Batch
+from graphaccel.capture.batch import Batch, CallNumber
 from graphaccel.errors import BatchesDiffer, RankLost
 from graphaccel.runtime import digest
 from graphaccel.runtime.execution.failures import cause_of
@@ -202,7 +202,7 @@ def _described(call: str, batch: Batch | None) -> str:
     parts = [
         f"{name} {str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
         if isinstance(leaf, torch.Tensor)
-        else f"{name}={leaf!r}"
+        else f"{name}={leaf.values[leaf.name] if isinstance(leaf, CallNumber) else leaf!r}"
         for name, leaf in zip(batch.names, batch.leaves, strict=True)
     ]
     return f"{call} on {', '.join(parts)}"

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from graphaccel.capture.batch import CallNumber
 from graphaccel.dispatch.call_form import CallForm
 
 
@@ -42,3 +43,15 @@ def test_a_call_in_the_form_of_the_first(name: str) -> None:
 def test_arguments_without_names_stay() -> None:
     form = CallForm(lambda *args, **kwargs: None)
     assert form.same((1, 2), {"x": 3}) == ((1, 2), {"x": 3})
+
+
+def test_numbers_that_can_not_be_inputs_stay() -> None:
+    form, x = CallForm(_forward), object()
+    for step, rate in ((1, 0.5), (2, 0.5), (3, 0.4)):
+        (first, second), held = form.with_numbers((x, step), {"rate": rate, "on": True})
+        assert first is x
+        assert held["on"] is True
+        assert held["rate"] == CallNumber("rate", {})
+        assert held["rate"].values["rate"] == rate
+        assert second == (3 if step == 3 else CallNumber("args[1]", {}))
+        form.ran(["arguments['rate']"])

@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import fx, nn
 
-from graphaccel.capture.batch import Batch
+from graphaccel.capture.batch import Batch, CallNumber
 from graphaccel.capture.export.assigned import written_in_place
 from graphaccel.capture.export.decompose import Exported, decomposed
 from graphaccel.capture.export.explain import (
@@ -157,8 +157,6 @@ class _WithLoss(nn.Module):
             vars(tensor).update(held.get(name, {}))  # export puts others in their place
         around = nullcontext() if self._watch is None else self._watch.around()
         state = kwargs.pop(_NUMBERS, ())
-        if self._rebuild is not None:
-            args, kwargs = self._rebuild(args)
         numbers = nullcontext() if self._numbers is None else self._numbers(state)
         with (
             inference_as_no_grad(),
@@ -170,6 +168,8 @@ class _WithLoss(nn.Module):
             numbers,
             written_in_place(self.model),
         ):
+            if self._rebuild is not None:
+                args, kwargs = self._rebuild(args)  # with the numbers of the call
             if not callable(self._loss_fn):
                 output = self._called(args, kwargs)
             else:
@@ -297,7 +297,8 @@ def _exported(
     wrapper.training = model.training
     args, kwargs = batch.rebuild(batch.leaves)
     if rebuild is not None:
-        args, kwargs = batch.leaves[: batch.spec.num_leaves], {}
+        given = batch.leaves[: batch.spec.num_leaves]
+        args, kwargs = tuple(None if isinstance(x, CallNumber) else x for x in given), {}
     if batch.numbers is not None:
         kwargs[_NUMBERS] = batch.state
     with (

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from graphaccel.capture.batch import Batch
+from graphaccel.capture.batch import ARGUMENTS, Batch, CallNumber
 from graphaccel.capture.export.export import LossFn, export_forward, with_loss, without_reports
 from graphaccel.capture.export.watch import Copies
 from graphaccel.capture.layers.runs import find_runs, shortened
@@ -82,6 +82,9 @@ def observe(fresh: Callable[[], nn.Module], batch: Batch, loss_fn: LossFn, many:
         reads.copies.append(model)
         if called:
             reads.roots["loss_fn"] = loss_fn
+        for leaf in batch.leaves:
+            if isinstance(leaf, CallNumber):
+                reads.roots[ARGUMENTS] = leaf.values
         result = places(model, reads)
         _refuse_left_outside(result, ops)
         refuse_iterators(result.values())

@@ -96,15 +96,16 @@ def _check_homes(
     homes: Mapping[str, tuple[int, ...]],
     weights: Mapping[fx.Node, tuple[str, ...]],
 ) -> None:
-    """A parameter that the planned step did not read is on the first stage, wherever it belongs."""
+    """A parameter is where the planned step read it; one that it did not read is on the first
+    stage."""
     for node, own in stage.items():
         for source in node.all_input_nodes:
             for name in weights.get(source, ()):
                 if own not in homes.get(name, (own,)):
                     raise Unsupported(
                         what=f"a step that reads `{name}` on stage {own} of the pipeline",
-                        reason="the step that was planned for did not read it, and left it on "
-                        f"stage {homes[name][0]}",
+                        reason=f"the plan holds it on stage {homes[name][0]}, by what the step "
+                        "that was planned for reads, and in which order",
                         help_line="plan for a step that reads every parameter:  "
                         "graphaccel.optimize(model, optimizer, example_batch=batch)",
                         other_help="or leave the model whole:  pipeline=1",
