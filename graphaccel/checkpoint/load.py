@@ -23,7 +23,7 @@ from graphaccel.checkpoint.contents import (
     target,
 )
 from graphaccel.checkpoint.folders import CompleteCheckpoint, complete, newest
-from graphaccel.checkpoint.manifest import NAME, check_files, read_manifest
+from graphaccel.checkpoint.manifest import NAME, check_content, check_files, read_manifest
 from graphaccel.checkpoint.random_state import set_random_states
 from graphaccel.checkpoint.save import RESERVED, contents_of, folder_of, reserve_early
 from graphaccel.checkpoint.saver import saver_of
@@ -107,7 +107,7 @@ def _loaded(path: Path, contents: Contents, together: Together) -> Loaded:
     if chosen is None:
         progress("loaded", f"{path} has no checkpoint: this run starts at step 0", 0.0)
         return Loaded()
-    checkpoint = together.here(lambda: _here(chosen, path), _failed(chosen))
+    checkpoint = together.here(lambda: _here(chosen), _failed(chosen))
     values = _restore(checkpoint, contents, together)
     progress("loaded", f"{checkpoint.folder}, step {checkpoint.manifest.step}", 0.0)
     return Loaded(checkpoint.manifest.step, checkpoint.folder, values)
@@ -130,7 +130,7 @@ def _chosen(path: Path) -> Path | None:
     return None if checkpoint is None else checkpoint.folder
 
 
-def _here(folder: Path, root: Path) -> CompleteCheckpoint:
+def _here(folder: Path) -> CompleteCheckpoint:
     """The checkpoint as this rank sees it, its files checked."""
     manifest = read_manifest(folder)
     problems = check_files(folder, manifest)
@@ -149,11 +149,18 @@ def _here(folder: Path, root: Path) -> CompleteCheckpoint:
             problems = (f"{NAME} does not name {missing[0]}",)
         elif there != manifest.shapes:
             problems = (f"{NAME} lists other tensors than .metadata",)
+        else:
+            problems = check_content(folder, manifest, [".metadata"])
     if problems:
-        older = [f for f in complete(root) if f.manifest.number < manifest.number]
-        before = str(older[-1].folder) if older else ""
+        before = _before(folder, manifest.number)
         raise CheckpointDamaged(path=str(folder), problems=problems, before=before)
     return CompleteCheckpoint(folder, manifest)
+
+
+def _before(folder: Path, number: int) -> str:
+    """The newest complete checkpoint beside a folder with a lower number, or ""."""
+    older = [each for each in complete(folder.parent) if each.manifest.number < number]
+    return str(older[-1].folder) if older else ""
 
 
 def _restore(
@@ -161,18 +168,22 @@ def _restore(
 ) -> dict[str, Any]:
     """Load everything of one checkpoint; returns the plain values. Collective."""
     fail = _failed(checkpoint.folder)
+    before = _before(checkpoint.folder, checkpoint.manifest.number)
 
     def read() -> tuple[Any, Any]:
         state = load_values(checkpoint.folder / STATE)
         rank = together.rank if together.rank < checkpoint.manifest.ranks else 0
         random = load_values(checkpoint.folder / random_file(rank))
+        manifest, names = checkpoint.manifest, (STATE, random_file(rank))
+        if problems := check_content(checkpoint.folder, manifest, names):  # once they are trusted
+            raise CheckpointDamaged(path=str(checkpoint.folder), problems=problems, before=before)
         _check_state(checkpoint, state)
         _check_fits(checkpoint, contents, state)
         return state, random
 
     state, random = together.here(read, fail)
     targets, states = _targets(checkpoint, contents)
-    reader = TrustedReader(checkpoint.folder)
+    reader = TrustedReader(checkpoint.folder, before)
     with torch.no_grad():
         together.collective(lambda: load_tensors(targets, reader, together.group), fail)
     _set_states(contents, states, state["values"])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+import zlib
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ class Manifest:
 
     number: of the save in its folder of checkpoints, from 1: the newest has the highest. plan: as
     JSON, None without one. tensors: name → (dtype, shape), e.g. ("float32", (4, 8)). files: name →
-    bytes.
+    bytes. checksums: name → CRC-32 of a file without tensors of the model; older ones have none.
     """
 
     number: int
@@ -34,6 +35,7 @@ class Manifest:
     plan: Any
     tensors: Mapping[str, tuple[str, tuple[int, ...]]]
     files: Mapping[str, int]
+    checksums: Mapping[str, int] = field(default_factory=dict)
     format: int = FORMAT
 
     def write(self, folder: Path) -> None:
@@ -79,8 +81,13 @@ def read_manifest(folder: Path) -> Manifest:
     raise CheckpointDamaged(path=str(path), problems=(problem,))
 
 
+def checksum(path: Path) -> int:
+    """CRC-32 of a file."""
+    return zlib.crc32(path.read_bytes())
+
+
 def check_files(folder: Path, manifest: Manifest) -> tuple[str, ...]:
-    """What is wrong with the files that a manifest names; empty where they are all as written."""
+    """What is wrong with the files that a manifest names; empty where all have their size."""
     problems = []
     for name, size in manifest.files.items():
         path = folder / name
@@ -91,21 +98,30 @@ def check_files(folder: Path, manifest: Manifest) -> tuple[str, ...]:
     return tuple(problems)
 
 
+def check_content(folder: Path, manifest: Manifest, names: Collection[str]) -> tuple[str, ...]:
+    """Which of these files do not have the checksum that the manifest has of them."""
+    return tuple(
+        f"{name} holds other bytes than were written"
+        for name in names
+        if name in manifest.checksums and checksum(folder / name) != manifest.checksums[name]
+    )
+
+
 def _checked(result: Any) -> Manifest:
     """The manifest of parsed JSON. Raises ValueError."""
     if not isinstance(result, dict):
         raise ValueError("it is no JSON object")
     if result.get("format") != FORMAT:
         raise ValueError(f"format is {result.get('format')!r}, and {FORMAT} is read here")
-    expected = {name for name in Manifest.__dataclass_fields__ if name != "plan"}
+    expected = set(Manifest.__dataclass_fields__) - {"plan", "checksums"}
     if missing := sorted(expected - set(result)):
         raise ValueError(f"{missing[0]} is missing")
     for name in ("torch", "graphaccel"):
         if not isinstance(result[name], str):
             raise ValueError(f"{name} is no text")
-    tensors, files = result["tensors"], result["files"]
-    if not isinstance(tensors, dict) or not isinstance(files, dict):
-        raise ValueError("tensors and files are objects")
+    tensors, files, sums = result["tensors"], result["files"], result.get("checksums", {})
+    if not all(isinstance(each, dict) for each in (tensors, files, sums)):
+        raise ValueError("tensors, files and checksums are objects")
     return Manifest(
         number=_count("number", result["number"]),
         step=_count("step", result["step"]),
@@ -115,6 +131,7 @@ def _checked(result: Any) -> Manifest:
         plan=result.get("plan"),
         tensors={name: _tensor(name, value) for name, value in tensors.items()},
         files={_plain(name): _count(name, size) for name, size in files.items()},
+        checksums={_plain(name): _count(name, number) for name, number in sums.items()},
     )
 
 

@@ -15,9 +15,12 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from graphaccel.checkpoint.folders import complete, keep_last, open_step
-from graphaccel.checkpoint.manifest import Manifest
+from graphaccel.checkpoint.manifest import Manifest, checksum
 from graphaccel.checkpoint.together import Together
 from graphaccel.compat.torch.checkpoint import save_tensors
 from graphaccel.errors import CheckpointNotSaved
@@ -29,6 +32,21 @@ STATE = "state.pt"
 def random_file(rank: int) -> str:
     """The file with the random states of a rank."""
     return f"random-{rank:05d}.pt"
+
+
+class _Writer(FileSystemWriter):
+    """DCP's writer of a folder, which says what the operating system reported: where a write fails,
+    torch's own writer of a file then raises a RuntimeError about positions in it."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's part."""
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__cause__ or cause.__context__
+            raise error if cause is None else cause from None
 
 
 @dataclass(frozen=True)
@@ -72,7 +90,7 @@ class Job:
             raise
 
     def _write_tensors(self, folder: Path) -> Metadata:
-        writer = FileSystemWriter(folder, sync_files=True, thread_count=1)
+        writer = _Writer(folder, sync_files=True, thread_count=1)
         return save_tensors(dict(self.tensors), writer, self.together.group)
 
     def _write_values(self, folder: Path) -> None:
@@ -89,13 +107,14 @@ class Job:
         }
         files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
         written = {info.relative_path for info in metadata.storage_data.values()}
-        written |= {random_file(rank) for rank in range(self.together.ranks)}
-        if missing := sorted(written - set(files)):
+        random = {random_file(rank) for rank in range(self.together.ranks)}
+        if missing := sorted((written | random) - set(files)):
             raise OSError(f"rank 0 does not see {missing[0]}: all ranks need the same folder")
+        checksums = {name: checksum(folder / name) for name in files if name not in written}
         own = sys.modules["graphaccel"].__version__  # imported, it would import all of the package
         ranks, version = self.together.ranks, str(torch.__version__)
         Manifest(
-            number, self.step, ranks, version, own, self.plan, tensors, files
+            number, self.step, ranks, version, own, self.plan, tensors, files, checksums
         ).write(folder)  # fmt: skip
         keep_last(self.root, self.keep)
 

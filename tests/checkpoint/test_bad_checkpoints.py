@@ -88,13 +88,44 @@ def test_damaged(folder: Path, damage: Damage, problem: str) -> None:
     assert graphaccel.load(raised.value.before, *run[:2]).step == 1  # what the help says
 
 
-def test_content_that_changed_is_found_when_it_is_read(folder: Path) -> None:
-    path = folder / "step-00000002" / "__0_0.distcp"
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 255
-    path.write_bytes(content)
-    with pytest.raises(errors.CheckpointDamaged):
-        graphaccel.load(folder, *build()[:2])
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "state.pt", "random-00000.pt"])
+def test_no_changed_byte_is_loaded(folder: Path, name: str) -> None:
+    """Numbers among them: a loaded weight is the one that was saved."""
+    path = folder / "step-00000002" / name
+    content = path.read_bytes()
+    run = build()
+    graphaccel.load(folder, *run[:2])
+    expected = {key: value.clone() for key, value in run[0].state_dict().items()}
+    refusals: list[Any] = []
+    for place in range(7, len(content), max(1, len(content) // 60)):
+        changed = bytearray(content)
+        changed[place] ^= 90
+        path.write_bytes(changed)
+        other = build(seed=1)
+        try:
+            graphaccel.load(folder, *other[:2])
+        except (errors.CheckpointDamaged, errors.CheckpointUntrusted) as error:
+            refusals.append(error)
+        else:  # a byte between the parts, which nothing reads
+            for key, value in other[0].state_dict().items():
+                assert torch.equal(value, expected[key])
+            for p, q in zip(run[1].state.values(), other[1].state.values(), strict=True):
+                assert all(torch.equal(p[key], q[key]) for key in p)
+    sums = [error for error in refusals if "other bytes" in str(error)]
+    assert len(refusals) > 20
+    assert {error.before for error in sums} == {str(folder / "step-00000001")}
+
+
+def test_checksums_do_not_follow_the_scripts_own_setting(tmp_path: Path) -> None:
+    model, optimizer, _ = build()
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(not before)
+    try:
+        graphaccel.save(tmp_path, model, optimizer, step=1)
+        assert torch.serialization.get_crc32_options() is not before
+    finally:
+        torch.serialization.set_crc32_options(before)
+    assert graphaccel.load(tmp_path, model, optimizer).step == 1
 
 
 def test_another_model_is_listed_by_name_and_shape(folder: Path) -> None:
@@ -202,10 +233,11 @@ def _no_file_over(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_disk_that_is_full(folder: Path) -> None:
+@pytest.mark.parametrize("size", [100, 2000, 5000, 10_000])
+def test_a_disk_that_is_full(folder: Path, size: int) -> None:
     run = build()
     train(run, 1)
-    with _no_file_over(2000), pytest.raises(errors.CheckpointNotSaved, match="File too large"):
+    with _no_file_over(size), pytest.raises(errors.CheckpointNotSaved, match="File too large"):
         graphaccel.save(folder, *run[:2], step=3)
     assert steps(folder) == ["step-00000001", "step-00000002"]
     assert graphaccel.load(folder, *run[:2]).step == 2
@@ -246,6 +278,7 @@ def test_every_mutation_is_refused_or_loads_the_same(folder: Path, name: str) ->
         if name != "manifest.json":  # of the right size, or its size alone refuses it
             manifest = json.loads((step / "manifest.json").read_text())
             manifest["files"][name] = (step / name).stat().st_size
+            manifest["checksums"] = {}
             (step / "manifest.json").write_text(json.dumps(manifest))
         try:
             graphaccel.load(step, *run[:2])
