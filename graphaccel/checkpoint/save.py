@@ -34,6 +34,7 @@ FOLDER = "GRAPHACCEL_CHECKPOINT"
 """Environment variable with the folder of `graphaccel run --checkpoint FOLDER`."""
 RESERVED = ("model", "optimizer")
 _OURS = (ShardTensor, DTensor)
+_DISPATCH = "__torch_dispatch__"
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Tensor, nn.Parameter, torch.Size)
 
 
@@ -266,7 +267,8 @@ def _check_classes(tensors: Mapping[str, torch.Tensor]) -> None:
     its class adds to them would not be restored."""
     for name, tensor in tensors.items():
         kind = type(tensor)
-        if kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__ or isinstance(tensor, _OURS):
+        plain = getattr(kind, _DISPATCH) is getattr(torch.Tensor, _DISPATCH)
+        if plain or isinstance(tensor, _OURS):
             continue
         of_optimizer = ".state." in name
         raise GraphMisuse(

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, redirect_stderr
+from errno import ECONNREFUSED
 from io import StringIO
 from typing import Any
 
@@ -69,7 +70,7 @@ def meeting_by_variables(environment: Mapping[str, str], seconds: float) -> Iter
     place = _place(f"{address}:{port}", command)
     if environment.get("RANK") != "0":
         _wait_at(*place, seconds, command)
-    elif environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    elif "TORCHELASTIC_RUN_ID" not in environment:  # whose agent has chosen a free port
         _check_own(*place, seconds, command)
     with torch_meets(f"{address}:{port}", command):
         yield
@@ -124,7 +125,10 @@ def _wait_at(host: str, port: int, seconds: float, command: str) -> None:
     """Wait until something listens there. Raises NoMeeting (GA419) where nothing does in time."""
 
     def connect() -> None:
-        socket.create_connection((host, port), timeout=max(1.0, min(_ANSWERS, seconds))).close()
+        seconds_each = max(1.0, min(_ANSWERS, seconds))
+        with closing(socket.create_connection((host, port), timeout=seconds_each)) as tried:
+            if tried.getsockname() == tried.getpeername():  # its own port by chance
+                raise ConnectionRefusedError(ECONNREFUSED, os.strerror(ECONNREFUSED))
 
     _until_done(connect, f"{host}:{port}", seconds, command)
 
