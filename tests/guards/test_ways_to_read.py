@@ -11,8 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
+import graphaccel
 from tests.guards.test_guards import Net, guarded
 
 
@@ -96,3 +98,26 @@ def test_a_change_is_noticed(name: str) -> None:
     assert guards.hold()  # by identity
     change(model)
     assert not guards.hold()
+
+
+TRAINER: dict[str, Any] = {}
+
+
+def test_a_number_of_the_model_that_is_read_through_the_script() -> None:
+    """The copy that is captured has a tensor in its place, and the script's model the number."""
+    losses = []
+    for optimized in (False, True):
+        torch.manual_seed(0)
+        model: Any = Net(lambda _, h: h * TRAINER["model"].alpha).double()
+        TRAINER["model"] = model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if optimized:
+            model, optimizer = graphaccel.optimize(model, optimizer, devices=1)
+        for step in range(5):
+            model.alpha = 1.0 + step
+            loss = model(torch.ones(2, 4, dtype=torch.float64))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    assert losses[5:] == pytest.approx(losses[:5], rel=1e-12)

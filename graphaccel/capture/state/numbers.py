@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphaccel.capture.batch import ARGUMENTS
 from graphaccel.capture.export.export import ForwardGraph
 from graphaccel.compat.torch import pytree
 
@@ -18,14 +19,26 @@ _SAME = {"aten::rsub": "aten::sub"}
 def same_but_numbers(before: ForwardGraph, now: ForwardGraph, names: Collection[str]) -> bool:
     """Whether both compute the same, except for where the numbers called `names` come from: the
     same ops in the same order, on the same tensors, with results of the same dtypes and shapes; and
-    no call reads the value of a number (`item()`)."""
+    no call reads the value of a number (`item()`).
+
+    A number of the model that no call reads may be a constant in both: the forward may read the
+    script's model, as `trainer.model.alpha`, where the copy that is captured has the tensor."""
     left, right = _calls(before, names), _calls(now, names)
+    if any(name not in _read(now) for name in names if not name.startswith(ARGUMENTS)):
+        return False
     if left is None or right is None or len(left[0]) != len(right[0]):
         return False
     places = left[1], right[1]
     if any(_known(a) != _known(b) for a, b in zip(before.inputs, now.inputs, strict=False)):
         return False
     return all(_same_node(a, b, *places) for a, b in zip(left[0], right[0], strict=True))
+
+
+def _read(forward: ForwardGraph) -> set[str]:
+    """The inputs that a call reads."""
+    places = forward.graph.graph.find_nodes(op="placeholder")
+    pairs = zip(places, forward.inputs, strict=True)
+    return {spec.name for place, spec in pairs if place.users}
 
 
 def _known(spec: Any) -> tuple[str, str]:
