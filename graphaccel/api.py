@@ -52,7 +52,7 @@ from graphaccel.planner.plan.plan import Plan
 from graphaccel.runtime.broadcast import same_on_all_ranks
 from graphaccel.runtime.deferred import initial_values
 from graphaccel.runtime.environment import join_job
-from graphaccel.runtime.inductor.compile import compile_here
+from graphaccel.runtime.inductor.compile import here
 from graphaccel.runtime.init_tape import Record
 from graphaccel.runtime.launch import check_devices, ensure_launched
 from graphaccel.runtime.module import attach
@@ -169,7 +169,7 @@ def optimize(
     count, device = start_ranks(devices, given, cluster, timeout)
     where = cluster or cluster_here(count, device)
     if given is None:
-        decided = {**decided, "compile": compile_here(decided.get("compile"), device)}
+        decided = here(decided, device, where)
     kind, shardable = where.device.type, is_elementwise(optimizer)
     what = model_of(model, loss_fn, optimizer, kind, shardable=shardable, batch_dims=batch_dims)
     path = str(plan) if isinstance(plan, (str, Path)) else "plan"

@@ -17,7 +17,7 @@ BATCH, CLASSES = 4, 4
 TIMM = 100
 """So many of timm's models, evenly from its list of families; each family's smallest."""
 MOST_PARAMETERS = {torch.float64: 40_000_000, torch.float32: 140_000_000}
-_SIZES = (32, 64, 96, 224)
+_SIZES = (32, 64, 96, 224, 299)
 _CHANCES = {
     "Dropout": ("p",),
     "Dropout2d": ("p",),
@@ -90,8 +90,12 @@ def _made(library: str, name: str, dtype: torch.dtype, size: int, more: Mapping[
 @functools.lru_cache(maxsize=8)
 def _size(library: str, name: str, dtype: torch.dtype) -> tuple[int, dict[str, int]]:
     """The smallest image that the model takes in training, and what it must be told of it."""
-    with torch.device("meta"):
-        count = sum(p.numel() for p in _model(library, name, {}).parameters())
+    try:
+        with torch.device("meta"):
+            model = _model(library, name, {})
+    except NotImplementedError:  # it computes its widths with tensors
+        model = _model(library, name, {})
+    count = sum(p.numel() for p in model.parameters())
     if count > MOST_PARAMETERS[dtype]:
         raise NotMeasured(f"{count:,} parameters are too many in {str(dtype)[6:]}")
     error: Exception | None = None

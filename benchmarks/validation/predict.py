@@ -230,7 +230,7 @@ class Predictor:
         key = shape, where.links, fusions, whole_again
         if (known := self._layouts.get(key)) is None:
             module, batch = model_of(run)
-            pins = {"fusions": fusions or "off"}
+            pins = {"fusions": fusions or "off", "compile": "off"}
             compiler = Compiler(Model(module, None, STATE_BYTES / 4), where, pins)
             # On other devices it is the same.
             self._captures = {run.shape: self._captures.get(run.shape, {})}

@@ -23,7 +23,7 @@ from graphaccel.guards.attributes import values_on
 from graphaccel.guards.places import STRUCTURE
 from graphaccel.ir.program import Sharded, StepProgram
 from graphaccel.planner.estimate.optimizer_memory import NOTHING, OptimizerMemory, step_bytes
-from graphaccel.planner.memory.exact_memory import Resident
+from graphaccel.planner.memory.resident import Resident
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.plan.zero import local_shape
 from graphaccel.runtime.deferred import RECORD

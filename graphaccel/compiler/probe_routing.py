@@ -25,8 +25,9 @@ from graphaccel.ir.program import StepProgram
 from graphaccel.ir.replication.unfold import distinct_nodes
 from graphaccel.kernels.ops.experts import GROUPED_MATMUL
 from graphaccel.passes.microbatch.exact_microbatch import exact_microbatch
-from graphaccel.planner.memory.exact_memory import Resident, rank_memory
+from graphaccel.planner.memory.exact_memory import rank_memory
 from graphaccel.planner.memory.graph_columns import Share, even
+from graphaccel.planner.memory.resident import Resident
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.plan.prediction import Chosen, StageMemory
 from graphaccel.planner.profile.cost import Sizes, node_flops

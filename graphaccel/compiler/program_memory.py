@@ -14,7 +14,9 @@ from graphaccel.compiler.schedules import schedule_of
 from graphaccel.ir.program import StepProgram
 from graphaccel.planner.cluster.cluster import Cluster
 from graphaccel.planner.estimate.stage_costs import repeating
-from graphaccel.planner.memory.exact_memory import UNEVEN, Resident, Sample, rank_curve, rank_memory
+from graphaccel.planner.memory.exact_memory import UNEVEN, Sample, rank_curve, rank_memory
+from graphaccel.planner.memory.resident import Resident
+from graphaccel.planner.plan.base_plan import makes_kernels
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.plan.prediction import Chosen, StageMemory
 from graphaccel.runtime.cuda_graphs import fixed_bytes
@@ -64,7 +66,8 @@ class ProgramMemory:
         """What each pipeline rank holds for the whole step."""
         exchanged = self.cluster.device.name == "cpu"
         resident = self.model.resident(self.batch, self.plan, self.program)
-        resident = replace(resident, exchanged=exchanged)
+        kernels = makes_kernels(self.plan.compile, self.cluster.device.type) and self.plan.min_cut
+        resident = replace(resident, exchanged=exchanged, kernels=kernels)
         if not self.plan.cuda_graphs:
             return [resident] * self.plan.pipeline
         fixed = (fixed_bytes(self.program, self.schedule[r]) for r in range(self.plan.pipeline))

@@ -51,7 +51,9 @@ def _constants(step: StepGraph) -> dict[str, torch.Tensor]:
 def _stage_compiler(plan: Plan) -> StageCompiler | None:
     if plan.compile == "off":
         return None
-    return StageCompiler(progress, layers=not plan.min_cut, strict=plan.fallback == "error")
+    asked = "compile" in plan.pinned  # not the default of GPUs
+    strict = asked and plan.fallback == "error"
+    return StageCompiler(progress, layers=not plan.min_cut, strict=strict)
 
 
 def _rebuilder(step: StepGraph) -> Callable[[torch.Tensor | None, Mapping[int, torch.Tensor]], Any]:

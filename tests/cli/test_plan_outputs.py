@@ -110,19 +110,20 @@ def test_answers_are_part_of_the_data(folder: Path, capsys: pytest.CaptureFixtur
     assert "WHY NOT" not in err
 
 
-def test_fusions_that_were_asked_about_are_planned(
+def test_pins_that_graphs_are_made_for_are_planned_anew(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "fused.py").write_text(FUSED)
     job = ("fused.py:job", *JOB[1:])
-    assert plan(*job, "--format", "json", "--why-not", "fusions=auto") == 0
+    asked = ("fusions", "layer_norm"), ("compile", "off")
+    answered = [part for name, value in asked for part in ("--why-not", f"{name}={value}")]
+    assert plan(*job, "--format", "json", *answered) == 0
     facts = Facts.from_json(capsys.readouterr().out)
-    (answer,) = facts.answers
-    assert plan(*job, "--format", "json", "--fusions", "auto") == 0
-    fused = Facts.from_json(capsys.readouterr().out)
-    assert fused.prediction.seconds < facts.prediction.seconds
-    assert answer.seconds == fused.prediction.seconds
-    assert answer.reason.endswith("% faster, but fusions only when pinned")
+    for (name, value), answer in zip(asked, facts.answers, strict=True):
+        assert plan(*job, "--format", "json", f"--{name}", value) == 0
+        other = Facts.from_json(capsys.readouterr().out)
+        assert answer.seconds == other.prediction.seconds != facts.prediction.seconds
+        assert answer.verdict == "slower"
 
 
 EXTRAS = {
@@ -360,13 +361,14 @@ def test_a_plan_for_another_system(folder: Path, capsys: pytest.CaptureFixture[s
 
 
 DEMO = Path(__file__).parents[2] / "examples" / "gpt2" / "demo.py"
+TIGHT = (f"{DEMO}:job", "--devices", "2", "--device", "h100-80gb")
 
 
 def test_what_another_system_can_not_say_is_planned_as_it_can(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """So little memory that blocks are made again, of which the best plan saves single values."""
-    tight = (f"{DEMO}:job", "--devices", "2", "--device", "h100-80gb", "--memory", "1600MiB")
+    tight = (*TIGHT, "--memory", "1600MiB", "--compile", "off", "--fusions", "off")
     assert plan(*tight, "--export", "megatron") == 0
     out, err = capsys.readouterr()
     assert "selectively" in err
@@ -389,7 +391,7 @@ def test_ctrl_c_while_it_is_planned_for_another_system(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("graphaccel.cli.plan._PlannedJob.with_pins", interrupted)
-    tight = (f"{DEMO}:job", "--devices", "2", "--device", "h100-80gb", "--memory", "1600MiB")
+    tight = (*TIGHT, "--memory", "1600MiB", "--compile", "off", "--fusions", "off")
     saved = tmp_path / "plan.json"
     assert plan(*tight, "--export", "megatron", "--json", str(saved)) == 1
     out, err = capsys.readouterr()

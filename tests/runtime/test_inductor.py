@@ -7,6 +7,7 @@ import gc
 import re
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,14 +23,21 @@ from graphaccel.compat.torch.ops import written_arguments
 from graphaccel.compiler.programs import build
 from graphaccel.errors import CompileFailed
 from graphaccel.ir.program import StageProgram
+from graphaccel.planner.cluster.cluster import Cluster
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.runtime.inductor import compile as inductor
-from graphaccel.runtime.inductor.compile import StageCompiler, compile_here
+from graphaccel.runtime.inductor.compile import StageCompiler, here
 from graphaccel.runtime.inductor.partition import notes, pieces
 from tests.support.gpt import GPT
 from tests.support.small import Classifier, small_batch
 
 Run = Callable[[list[Any]], Sequence[Any]]
+MadeUp = Callable[..., Cluster]
+
+
+def devices(kind: str, made_up: MadeUp) -> Cluster:
+    cluster = made_up(1)
+    return replace(cluster, device=replace(cluster.device, name=kind))
 
 
 class Dropping(nn.Module):
@@ -178,8 +186,9 @@ def test_an_error_of_inductor_names_the_stage(monkeypatch: pytest.MonkeyPatch) -
     assert "reported:  NotImplementedError: no lowering" in str(raised.value)
 
 
+@pytest.mark.parametrize("asked", [True, False])
 def test_what_inductor_refuses_runs_as_fx_code_and_is_said(
-    monkeypatch: pytest.MonkeyPatch,
+    asked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(*_: Any) -> Run:
         raise NotImplementedError("no lowering")
@@ -187,8 +196,12 @@ def test_what_inductor_refuses_runs_as_fx_code_and_is_said(
     monkeypatch.setattr(inductor, "compile_graph", failing)
     plain = Classifier().double()
     planned = copy.deepcopy(plain)
-    graphaccel.optimize(planned, devices=1, compile="inductor", fallback="fx")
     x, y = small_batch()
+    pins: dict[str, Any] = {"compile": "inductor", "fallback": "fx"}
+    if not asked:  # as the default of GPUs is
+        plan = graphaccel.plan(planned, example_batch=(x.double(), y), devices=1)
+        pins = {"plan": replace(plan, compile="inductor")}
+    graphaccel.optimize(planned, devices=1, **pins)
     with pytest.warns(UserWarning, match="refused them: NotImplementedError") as warned:
         planned(x.double(), y).backward()
     forward, backward = (str(w.message) for w in warned)
@@ -200,26 +213,41 @@ def test_what_inductor_refuses_runs_as_fx_code_and_is_said(
 
 
 @pytest.mark.parametrize(
-    ("pinned", "device", "triton", "here"),
+    ("pins", "device", "triton"),
     [
-        (None, "cuda", False, None),
-        ("auto", "cuda", True, "auto"),
-        ("auto", "cpu", False, "auto"),
-        ("inductor", "cuda", False, "inductor"),
-        ("off", "cuda", False, "off"),
+        ({}, "cuda", True),
+        ({}, "cpu", False),
+        ({"compile": "auto", "zero": 3}, "cuda", True),
+        ({"compile": "auto"}, "cpu", False),
+        ({"compile": "inductor"}, "cuda", False),
+        ({"compile": "off"}, "cuda", False),
     ],
 )
 def test_the_default_is_kept_where_it_can_be(
-    pinned: str | None, device: str, triton: bool, here: str | None, monkeypatch: pytest.MonkeyPatch
+    pins: dict[str, Any],
+    device: str,
+    triton: bool,
+    made_up: MadeUp,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(inductor, "has_triton", lambda: triton)
-    assert compile_here(pinned, torch.device(device)) == here
+    assert here(pins, torch.device(device), devices(device, made_up)) == pins
 
 
-def test_a_gpu_without_triton_runs_fx_code_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("pins", [{}, {"compile": "auto"}])
+def test_a_gpu_without_triton_runs_fx_code_and_says_so(
+    pins: dict[str, Any], made_up: MadeUp, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(inductor, "has_triton", lambda: False)
     with pytest.warns(UserWarning, match=r"not compiled: Triton is missing \(pip install triton\)"):
-        assert compile_here("auto", torch.device("cuda")) == "off"
+        found = here(pins, torch.device("cuda"), devices("cuda", made_up))
+    assert found == {"compile": "off"}
+
+
+def test_a_plan_for_gpus_runs_uncompiled_on_a_cpu(made_up: MadeUp) -> None:
+    pins, where = {"zero": 3, "fusions": "auto"}, devices("cuda", made_up)
+    found = here(pins, torch.device("cpu"), where)
+    assert found == {"compile": "off", "fusions": "auto", "zero": 3}
 
 
 @pytest.mark.slow

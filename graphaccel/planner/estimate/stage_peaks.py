@@ -77,6 +77,8 @@ def stage_peaks(
         sums = _within(sized.gradients, first, stage)
         ready = np.where(accumulated[stage], 0, _last(sums, first)[stage] - sums)
     ahead, back = running + forward, running + backward + ready
+    if moving is not None and plan.microbatches > 1:  # gradients of the microbatches before
+        ahead = ahead + np.minimum.reduceat(ready, first)[stage]
     most, late = _higher(ahead, back, first)
     chosen = np.where(late[stage], back, ahead)
     hits = np.flatnonzero(chosen == most[stage])

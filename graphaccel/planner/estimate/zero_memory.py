@@ -32,7 +32,7 @@ class BytesInFlight:
 @dataclass
 class _Region:
     """A range of positions that reads a group. bytes: of the group; taken: of its largest
-    parameter, where it has several; trained: of its gradients."""
+    parameter, where it has several; trained: of its gradients. late: the backward reads it too."""
 
     first: int
     last: int
@@ -40,11 +40,13 @@ class _Region:
     taken: int = 0
     trained: int = 0
     members: list[int] = field(default_factory=list)
+    late: bool = False
 
     def add(self, parameter: Parameter, positions: Sequence[int]) -> None:
         self.first, self.last = min(self.first, *positions), max(self.last, *positions)
         self.bytes += parameter.bytes
         self.trained += parameter.bytes * parameter.trainable
+        self.late |= parameter.late
         self.members.append(parameter.bytes)
         self.taken = max(self.members) if len(self.members) > 1 else 0
 
@@ -182,6 +184,8 @@ def _gather(moving: BytesInFlight, plan: Plan, regions: Sequence[_Region], final
             (ahead, region.last + 1, region.bytes),
             (region.first, region.last + 1, region.taken),
         ]
+        if not region.late:  # a fused head has its gradients already
+            continue
         if plan.reshard_after_forward != "never" and region.first < final:
             more = k + 1 < len(regions) and regions[k + 1].first < final
             behind = regions[k + 1].last + 1 if more else length

@@ -23,7 +23,7 @@ from graphaccel.planner.explain.answers import Answer, Choice, Decision, Explana
 from graphaccel.planner.explain.sensitivity import prices, shifts
 from graphaccel.planner.plan.axis_order import AXES
 from graphaccel.planner.plan.axis_orders import orders
-from graphaccel.planner.plan.base_plan import PRECISIONS
+from graphaccel.planner.plan.base_plan import PRECISIONS, makes_kernels
 from graphaccel.planner.plan.conflicts import agreeing_pins
 from graphaccel.planner.plan.offload import offload_text, read_offload
 from graphaccel.planner.plan.pins import NAMES, Pins
@@ -65,6 +65,9 @@ def why_not(
     said = ", ".join(f"{name}={_value_text(value)}" for name, value in asked.items())
     given = {**record.given, **asked}
     remade = [name for name in _OF_THE_GRAPH if name in asked]
+    kernels = makes_kernels(given.get("compile"), problem.cluster.device.type)
+    if "compile" in asked and kernels != makes_kernels(plan.compile, problem.cluster.device.type):
+        remade.append("compile")  # the profile has the seconds of its kernels, or of none
     if remade and replan is None:
         names = " and ".join(remade)
         return Answer(said, "can not be", f"graphs are made for {names}: plan anew with it pinned")

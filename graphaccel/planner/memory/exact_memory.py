@@ -8,7 +8,7 @@ allocator reserve and contexts are added by the caller as an explicit margin.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from graphaccel.ir.values import tensors_of
 from graphaccel.planner.memory.graph_columns import Share, even
 from graphaccel.planner.memory.liveness import Liveness, Storage
 from graphaccel.planner.memory.phases import LOAD, STEP, Seen, phases_of
+from graphaccel.planner.memory.resident import Resident
 from graphaccel.planner.plan.offload import placed_optimizer, placed_parameters
 from graphaccel.planner.plan.prediction import StageMemory
 from graphaccel.schedule.table import Action, Schedule
@@ -47,35 +48,6 @@ UNEVEN = 1.25
 choices: the capacity factor of Fedus et al., Switch Transformers, 2021, section 2.2."""
 
 
-def _nothing(_: Sequence[str]) -> int:
-    return 0
-
-
-@dataclass(frozen=True)
-class Resident:
-    """Bytes that a rank holds throughout. parameters, buffers: by name, as this rank holds them.
-    batch: the global batch.
-
-    states: trained parameter → bytes of its part whose optimizer state this rank holds.
-    optimizer_bytes: per byte of `states` (2.0 for AdamW in the parameter's dtype). offload: of the
-    plan. exchanged: of the transport (`planner.memory.graph_columns.Rows`); the device is then the
-    host. whole: parameter → its bytes in full; built: bytes of all parameters in full and of
-    buffers. step: temporary bytes of the optimizer's step, for the parameters of a rank's stages
-    (`planner.estimate.optimizer_memory`).
-    """
-
-    parameters: Mapping[str, int]
-    buffers: Mapping[str, int]
-    states: Mapping[str, int]
-    batch: int
-    optimizer_bytes: float
-    offload: tuple[str, ...] = ()
-    exchanged: bool = False
-    whole: Mapping[str, int] = field(default_factory=dict)
-    built: int = 0
-    step: Callable[[Sequence[str]], int] = _nothing
-
-
 def rank_memory(
     program: StepProgram,
     schedule: Schedule,
@@ -92,7 +64,7 @@ def rank_memory(
     optimizer, host = placed_optimizer(
         int(trained * resident.optimizer_bytes), trained, resident.offload
     )
-    count = Liveness(chosen=chosen, exchanged=resident.exchanged)
+    count = resident.counted(chosen)
     run = _Run(program, own, schedule[rank], count)
     run.start(resident.batch)
     for doing in walk(schedule[rank]):
@@ -167,7 +139,7 @@ def rank_curve(
     own = [p for p in program.stages if p.stage in {a.stage for a in schedule[rank]}]
     doings = list(walk(schedule[rank]))
     pieces = max(1, min(16, most // max(1, sum(d.verb == "run" for d in doings))))
-    count = Liveness(pieces=pieces, chosen=chosen, exchanged=resident.exchanged)
+    count = resident.counted(chosen, pieces)
     run = _Run(program, own, schedule[rank], count)
     run.start(resident.batch)
     lying = {"parameter": _lying(own, resident)[0], "optimizer": whole.optimizer, "other": other}

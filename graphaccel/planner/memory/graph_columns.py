@@ -21,6 +21,8 @@ from graphaccel.ir.values import returned, shares, tensors_of
 from graphaccel.kernels.host_copy import TO_HOST
 from graphaccel.kernels.ops.expert_rows import EXCHANGE, ROWS
 from graphaccel.kernels.register import fusion_of, is_backward
+from graphaccel.planner.profile.compiled_traffic import compiled_traffic
+from graphaccel.planner.profile.cost import is_view
 
 _GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 _SENDING = {  # their inputs are held until their result is waited for
@@ -50,7 +52,8 @@ class Rows:
     each result, -1 for what is no node. module: row → its module path. chosen: module path → the
     rows that chose this rank's experts there (`sharding.apply.token_dispatch`), over an even share.
     exchanged: a reduce-scatter receives the parts of all ranks, and its wait sums them, and an
-    all-gather copies its own part at once (`runtime.gloo`).
+    all-gather copies its own part at once (`runtime.gloo`). kernels: calls that Inductor compiles
+    into one kernel run at once, when the last of them does; what lives within it takes no memory.
 
     Tensors are numbered row by row.
     """
@@ -63,6 +66,7 @@ class Rows:
     module: Callable[[int], str] = field(repr=False)
     chosen: Share = even
     exchanged: bool = False
+    kernels: bool = False
 
     def __len__(self) -> int:
         return len(self.of)
@@ -96,6 +100,8 @@ class Rows:
     def size(self) -> np.ndarray:
         """Tensor → bytes of its own storage."""
         size = self._storages_of_results[self._known, 0]
+        if self.kernels:
+            size = np.where(self._within[self.row_of], 0, size)
         if self.chosen is not even:
             came = np.array([bool(n.meta.get("chosen")) for n in self.nodes], dtype=bool)
             result = np.array([n.target is ROWS for n in self.nodes], dtype=bool)[
@@ -154,8 +160,36 @@ class Rows:
         last = np.arange(len(self.of))
         np.maximum.at(last, self.source, self.reader)
         np.maximum.at(last, self.source, self.waited[self.reader])
+        if self.kernels:
+            np.maximum.at(last, self.source, self._until[self.reader])
         last[self.results[self.results >= 0]] = len(self.of)
         return last
+
+    @cached_property
+    def _within(self) -> np.ndarray:
+        """Row → whether its value lives within a kernel of Inductor's."""
+        known = compiled_traffic(self.nodes)
+        lines = {node: i for i, node in enumerate(self.nodes)}
+        within = np.zeros(len(self.nodes), dtype=bool)
+        for node, part in known.items():
+            if node in lines:
+                within[lines[node]] = not part.written
+        return within[self.of]
+
+    @cached_property
+    def _until(self) -> np.ndarray:
+        """Row → the row at which its kernel runs: its own, unless its value lives within it."""
+        until = np.arange(len(self.of))
+        within = self._within.copy()
+        view = np.array([is_view(n) for n in self.nodes], dtype=bool)[self.of]
+        for reader, source in zip(self.reader.tolist(), self.source.tolist(), strict=True):
+            if view[reader] and within[source]:
+                within[reader] = True
+        pairs = zip(self.reader[::-1].tolist(), self.source[::-1].tolist(), strict=True)
+        for reader, source in pairs:
+            if within[source]:
+                until[source] = max(until[source], until[reader])
+        return until
 
     @cached_property
     def _many(self) -> np.ndarray:
@@ -191,12 +225,14 @@ class Rows:
         return start[self.of[self.row_of]] + place
 
 
-def rows_of(graph: fx.GraphModule, chosen: Share = even, *, exchanged: bool = False) -> Rows:
-    """The columns of a graph; a graph that is not built yet is not built for it. chosen, exchanged:
-    see `Rows`."""
+def rows_of(
+    graph: fx.GraphModule, chosen: Share = even, *, exchanged: bool = False, kernels: bool = False
+) -> Rows:
+    """The columns of a graph; a graph that is not built yet is not built for it. chosen, exchanged,
+    kernels: see `Rows`."""
     known = unfolded_from(graph)
     result = _read(graph, chosen) if known is None else _unfolded(known, chosen)
-    return replace(result, exchanged=exchanged)
+    return replace(result, exchanged=exchanged, kernels=kernels)
 
 
 def _read(graph: fx.GraphModule, chosen: Share) -> Rows:

@@ -56,7 +56,7 @@ class Liveness:
     words. host_peak: the peak of what `host_copy.to_host` put on the host, not part of the total.
 
     pieces: number of pieces of each run for `seen`, which describes the last run: how far into the
-    run, bytes, where. chosen, exchanged: see `planner.memory.graph_columns.Rows`.
+    run, bytes, where. chosen, exchanged, kernels: see `planner.memory.graph_columns.Rows`.
     """
 
     peak: int = 0
@@ -68,6 +68,7 @@ class Liveness:
     pieces: int = 0
     chosen: Share = even
     exchanged: bool = False
+    kernels: bool = False
     host_peak: int = 0
     seen: list[tuple[float, Live, str]] = field(default_factory=list)
     _rows: dict[fx.GraphModule, Rows] = field(default_factory=dict)
@@ -119,7 +120,8 @@ class Liveness:
         )
         if key not in self._ran:
             if graph not in self._rows:
-                self._rows[graph] = rows_of(graph, self.chosen, exchanged=self.exchanged)
+                given_to = {"exchanged": self.exchanged, "kernels": self.kernels}
+                self._rows[graph] = rows_of(graph, self.chosen, **given_to)
             handed = [[number[s] for s in held] for held in inputs]
             self._ran[key] = _Walk(self._rows[graph], given, handed).through(self.pieces)
         return self._repeated(self._ran[key], given, name, stage)

@@ -23,7 +23,7 @@ from graphaccel.ir.program import StageProgram
 from graphaccel.planner.plan.prediction import Phases
 
 if TYPE_CHECKING:
-    from graphaccel.planner.memory.exact_memory import Resident
+    from graphaccel.planner.memory.resident import Resident
 
 LOAD, STEP = "loading the model", "the optimizer's step"
 

@@ -24,11 +24,12 @@ COMPILERS = ("off", "inductor")
 
 
 def compile_for(pinned: str | None, device_type: str) -> str:
-    """What runs the graphs of stages ("off" or "inductor") for a pin: "auto" is Inductor on GPUs.
-    On a CPU it needs a C++ compiler, and is not faster on every model (docs/compile.md)."""
-    if pinned == "auto":
+    """What runs the graphs of stages ("off" or "inductor") for a pin: "auto", which is what None
+    means, is Inductor on GPUs. On a CPU it needs a C++ compiler, and is not faster on every model
+    (docs/compile.md)."""
+    if pinned in (None, "auto"):
         return "inductor" if device_type == "cuda" else "off"
-    return pinned or "off"
+    return pinned
 
 
 def makes_kernels(compile: str | None, device_type: str) -> bool:
@@ -40,12 +41,15 @@ def makes_kernels(compile: str | None, device_type: str) -> bool:
 def fusions_for(
     pinned: str | Sequence[str] | None, compile: str | None, device_type: str
 ) -> tuple[str, ...]:
-    """Names of the fused ops that may be placed; none unless pinned. compile: the pin.
+    """Names of the fused ops that may be placed: on GPUs those of "auto" unless pinned, on CPUs
+    none. compile: the pin.
 
     Raises: UnknownFusion (GA703), BadFusionPackage (GA704).
     """
     compiled = compile_for(compile, device_type) != "off"
-    return enabled(pinned or "off", device_type, compiled=compiled)
+    if pinned is None:
+        pinned = "auto" if device_type == "cuda" else "off"
+    return enabled(pinned, device_type, compiled=compiled)
 
 
 def base_plan(

@@ -144,7 +144,7 @@ class Pins:
     compile: str | None = _pin(
         "kernels",
         "choice",
-        "what runs the graphs of stages; auto: Inductor on GPUs",
+        "what runs the graphs of stages; auto, the default: Inductor on GPUs",
         choices=("off", "auto", "inductor"),
     )
     min_cut: bool | None = _pin(
@@ -158,7 +158,8 @@ class Pins:
         needs="GPUs",
     )  # fmt: skip
     fusions: str | tuple[str, ...] | None = _pin(
-        "kernels", "word or names", "fused ops: off, auto, or names; -NAME takes one away",
+        "kernels", "word or names", "fused ops: off, auto (the default on GPUs), or names; -NAME "
+        "takes one away",
         choices=("off", "auto"), metavar="WHAT",
     )  # fmt: skip
     loss_chunk: int | None = _pin(

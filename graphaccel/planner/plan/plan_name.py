@@ -37,7 +37,7 @@ def plan_name(plan: Plan) -> str:
         parts[-1] += ", cast once a step" * plan.holds_casts
     if plan.precision.matmul:
         parts.append(f"{plan.precision.matmul} matmuls")
-    if plan.compile != "off":
+    if plan.compile != "off" and "compile" in plan.pinned:
         parts.append(plan.compile)
     if plan.cuda_graphs:
         parts.append("CUDA graphs")

@@ -58,13 +58,14 @@ _RECENT = 8  # recompute choices that are cached: with many layers each is large
 @dataclass(frozen=True)
 class Parameter:
     """A parameter or buffer: bytes, whether it is trained, the positions that read it (in forward),
-    and its shape on a device of the layout."""
+    its shape on a device of the layout, and whether the backward reads it too."""
 
     name: str
     bytes: int
     trainable: bool
     positions: tuple[int, ...]
     shape: tuple[int, ...]
+    late: bool = True
 
 
 def _is_result(node: fx.Node) -> bool:
@@ -262,6 +263,7 @@ class Profile:
         storage, place = storage[ahead], place[ahead]
         ends = np.searchsorted(storage, np.arange(len(storages) + 1))
         sizes = [t.value.numel() * t.value.element_size() for t in self.tensors]
+        read_late = self._read_late()
         for index in np.flatnonzero(storages.input >= 0).tolist():
             spec = step.inputs[int(storages.input[index])]
             if spec.kind not in ("parameter", "buffer"):
@@ -273,10 +275,24 @@ class Profile:
             trainable = spec.kind == "parameter" and spec.name in step.trainable
             which = int(storages.tensor[index])
             shape = tuple(self.tensors[which].value.shape)
+            late = bool(read_late[storages.row[index]]) or (known is not None and known.late)
             results[name] = Parameter(
-                name, sizes[which], trainable, tuple(sorted(positions)), shape
+                name, sizes[which], trainable, tuple(sorted(positions)), shape, late
             )
         return tuple(results.values())
+
+    def _read_late(self) -> np.ndarray:
+        """Row → whether the backward reads it, itself or through a cast that is repeated there."""
+        lines, storages = self.lines, self.storages
+        late = np.zeros(len(lines.of), dtype=bool)
+        late[storages.row[storages.last_backward >= 0]] = True
+        root, again = lines.roots()[0], self.node_released
+        pairs = again[lines.reader]
+        reader, source = lines.reader[pairs][::-1], root[lines.source[pairs]][::-1]
+        for row, read in zip(reader.tolist(), source.tolist(), strict=True):
+            if late[row]:
+                late[read] = True
+        return late
 
     def recomputation(self, plan: Plan) -> Recomputation:
         """What `plan` recomputes."""

@@ -23,6 +23,7 @@ from graphaccel.errors import CompileFailed, CompilerMissing
 from graphaccel.ir.program import StageProgram
 from graphaccel.ir.values import returned
 from graphaccel.kernels.jit import has_triton
+from graphaccel.planner.cluster.cluster import Cluster
 from graphaccel.runtime.inductor.partition import Piece, pieces, signature
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
@@ -40,16 +41,22 @@ def check_compiler(compile: str, device: torch.device) -> None:
         raise CompilerMissing(asked=f"compile={compile!r}", reason=reason, triton=True)
 
 
-def compile_here(pinned: str | None, device: torch.device) -> str | None:
-    """The pin `compile` for this machine: "auto" on a GPU is "off" without Triton, with a
-    warning."""
-    if pinned != "auto" or device.type != "cuda" or has_triton():
-        return pinned
+def here(pins: Mapping[str, Any], device: torch.device, cluster: Cluster) -> dict[str, Any]:
+    """The pins for this machine. What runs the graphs of stages is "off" by default on a GPU
+    without Triton, with a warning; it and fused ops are, where a plan for GPUs runs on a CPU.
+
+    device: that of this process. cluster: the devices that a plan is made for.
+    """
+    asked = pins.get("compile")
+    if device.type != cluster.device.type:
+        return {"compile": "off", "fusions": "off", **pins}
+    if asked not in (None, "auto") or device.type != "cuda" or has_triton():
+        return dict(pins)
     warnings.warn(
         "graphaccel: stages run as FX code, not compiled: Triton is missing (pip install triton)",
         stacklevel=3,
     )
-    return "off"
+    return {**pins, "compile": "off"}
 
 
 @dataclass(frozen=True)

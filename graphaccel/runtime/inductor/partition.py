@@ -166,7 +166,8 @@ def _layer(node: fx.Node) -> str:
 
 def notes(program: StepProgram, *, layers: bool = True, kernels: bool = False) -> tuple[str, ...]:
     """The report's lines about the pieces of all graphs of a step, each graph once. kernels:
-    whether the time is that of compiled kernels."""
+    whether the time is that of compiled kernels; the memory then is too where graphs are not cut
+    at layers, which a min-cut has rewritten."""
     compiled, count, calls = 0, 0, 0
     unlike: set[Hashable] = set()
     reasons: Counter[str] = Counter()
@@ -188,6 +189,8 @@ def notes(program: StepProgram, *, layers: bool = True, kernels: bool = False) -
     if reasons:
         rows = sorted(reasons.items(), key=lambda row: (-row[1], row[0]))
         said += "; torch runs those that " + ", ".join(f"{why} ({n})" for why, n in rows)
+    if kernels and not layers:
+        return (said,)
     counted = "memory is predicted" if kernels else "time and memory are predicted"
     return said, f"{counted} without Inductor (docs/compile.md says what was measured)"
 

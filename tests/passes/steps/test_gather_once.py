@@ -15,7 +15,8 @@ from graphaccel.compiler.programs import build
 from graphaccel.compiler.schedules import schedule_of
 from graphaccel.ir.program import StageProgram, StepProgram
 from graphaccel.ir.values import returned
-from graphaccel.planner.memory.exact_memory import Resident, rank_curve, rank_memory
+from graphaccel.planner.memory.exact_memory import rank_curve, rank_memory
+from graphaccel.planner.memory.resident import Resident
 from graphaccel.planner.plan.base_plan import PRECISIONS
 from graphaccel.planner.plan.plan import Plan
 

@@ -23,7 +23,8 @@ from graphaccel.passes import adapters
 from graphaccel.passes.replication import replicated
 from graphaccel.planner.cluster.catalogue import cluster
 from graphaccel.planner.cluster.cluster import Cluster
-from graphaccel.planner.memory.exact_memory import Resident, rank_memory
+from graphaccel.planner.memory.exact_memory import rank_memory
+from graphaccel.planner.memory.resident import Resident
 from graphaccel.planner.plan.base_plan import PRECISIONS
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.plan.plan_name import plan_name

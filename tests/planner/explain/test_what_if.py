@@ -154,7 +154,7 @@ def test_a_plan_as_fast_fits_and_is_said_to_be_as_fast(
     explained: tuple[Plan, Record, Explanation],
 ) -> None:
     plan, record, _ = explained
-    for asked in ({"fallback": "fx"}, {"compile": "inductor"}):
+    for asked in ({"fallback": "fx"}, {"cuda_graphs": False, "fallback": "fx"}):
         answer = why_not(record, plan, asked)
         assert answer.seconds == seconds(plan)
         assert (answer.verdict, answer.reason) == (
@@ -182,9 +182,10 @@ def test_what_graphs_are_made_for_is_planned_anew(
 ) -> None:
     plan, record, _ = explained
     assert plan.prediction is not None
-    alone = why_not(record, plan, {"fusions": "auto"})
-    assert alone.verdict == "can not be"
-    assert "plan anew with it pinned" in alone.reason
+    for asked in ({"fusions": "auto"}, {"compile": "off"}):  # a plan for GPUs is compiled
+        alone = why_not(record, plan, asked)
+        assert alone.verdict == "can not be"
+        assert "plan anew with it pinned" in alone.reason
     faster = replace(plan.prediction, seconds=seconds(plan) / 2)
     told: list[Any] = []
 

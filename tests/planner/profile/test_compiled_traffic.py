@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import networkx as nx
 import torch
@@ -171,12 +172,13 @@ def test_a_compiled_step_is_predicted_faster_and_starts_fewer_kernels() -> None:
 
 def test_a_gpu_is_planned_compiled_and_a_cpu_is_not() -> None:
     model, batch = Model(Norms(), None, 2.0), as_batch(torch.randn(8, 32))
-    pins = {"compile": "auto", "fusions": "auto"}
+    pins: dict[str, Any] = {}
     plans: list[Plan] = []
     for device in ("h100-80gb", "cpu"):
         plans.append(Compiler(model, cluster(device, 1), pins).choose(batch).plan)
     assert [(p.compile, p.min_cut) for p in plans] == [("inductor", True), ("off", False)]
-    plain = Compiler(model, cluster("h100-80gb", 1), {}).choose(batch).plan
+    off = {"compile": "off", "fusions": "off"}
+    plain = Compiler(model, cluster("h100-80gb", 1), off).choose(batch).plan
     assert (plain.compile, plain.min_cut, plain.fusions) == ("off", False, ())
     assert plans[0].prediction is not None
     assert plain.prediction is not None
