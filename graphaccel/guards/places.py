@@ -12,7 +12,7 @@ import inspect
 import sys
 import weakref
 from collections import ChainMap, UserDict, UserList, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import FunctionType, MappingProxyType, MethodType, ModuleType
@@ -353,8 +353,7 @@ class _Walk:
         copied = isinstance(value, nn.Parameter) and isinstance(value, FakeTensor)
         if id(value) in self._own or copied or depth > DEPTH:
             return
-        mark = (id(holder), key)
-        if mark in self._done:
+        if (mark := (id(holder), key)) in self._done:
             return
         self._done.add(mark)
         self._keep(Place(text, holder, key, how, value, line, shared))
@@ -369,8 +368,8 @@ class _Walk:
         elif isinstance(value, MethodType):
             inside(f"{text}.__self__", value, "__self__", "fixed", value.__self__)
         elif isinstance(value, (dict, MappingProxyType)):
-            way = "dict" if isinstance(value, dict) else "proxy"
             for k, v in value.items():
+                way = "dict" if isinstance(value, dict) else "proxy"
                 inside(f"{text}[{k!r}]", value, k, way, v)
         elif isinstance(value, (UserDict, UserList, ChainMap)):
             name = "maps" if isinstance(value, ChainMap) else "data"
@@ -391,16 +390,19 @@ class _Walk:
         elif isinstance(value, ContextVar):
             inside(f"{text}.get()", value, "get", "context", value.get(MISSING))
         elif isinstance(value, FunctionType):
-            for name, cell in zip(
-                value.__code__.co_freevars, value.__closure__ or (), strict=False
-            ):
+            free = value.__code__.co_freevars
+            for name, cell in zip(free, value.__closure__ or (), strict=False):
                 if name != "__class__" and is_plain(content := content_of(cell)):
                     inside(f"{text}.{name}", cell, name, "cell", content)
-            for name, held in value.__dict__.items():
-                if name in self._names and is_plain(held):
-                    inside(f"{text}.{name}", value.__dict__, name, "dict", held)
+            self._attributes(text, value.__dict__, inside)
         elif is_object(value):
             self._object(text, value, line, depth, shared)
+
+    def _attributes(self, text: str, own: dict[str, Any], inside: Callable[..., None]) -> None:
+        """Attributes of an object whose names the forward reads."""
+        for name, held in own.items():
+            if name in self._names and is_plain(held):
+                inside(f"{text}.{name}", own, name, "dict", held)
 
     def _object(self, text: str, value: Any, line: Read, depth: int, shared: bool) -> None:
         names = self._reads.of(type(value))
