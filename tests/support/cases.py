@@ -65,11 +65,11 @@ def _processes(value: object) -> int:
 def some_cases(cases: Cases, weights: Mapping[str, int] | None = None) -> set[str]:
     """The ids of the cases of a quick run, the same in every run.
 
-    Every test has at least one case, and at most a third of its cases (at least two), or a sixth
-    (at least one) in HEAVY. Within that number, a case comes first that has parameter values which
-    no chosen case of the file has yet, so that tests with the same parameter share its values;
-    in HEAVY there are no other cases. Of cases with as many new values, those that weigh more than
-    _FEW come last; then a checksum of the id decides. weights: `weight_of` by test id.
+    Every test has at least one case, and at most a third of its cases (at least two), or a
+    twelfth (at least one) in HEAVY. Within that number, a case comes first that has parameter
+    values which no chosen case of the file has yet, so that tests with the same parameter share its
+    values; in HEAVY there are no other cases. Of cases with as many new values, those that weigh
+    more than _FEW come last; then a checksum of the id decides. weights: `weight_of` by test id.
     """
     weights = weights or {}
     tests: dict[str, list[str]] = defaultdict(list)
@@ -83,7 +83,7 @@ def some_cases(cases: Cases, weights: Mapping[str, int] | None = None) -> set[st
             chosen.update(names)
             continue
         heavy = folder in HEAVY
-        limit = max(1, -(-len(names) // 6)) if heavy else max(2, -(-len(names) // 3))
+        limit = max(1, -(-len(names) // 12)) if heavy else max(2, -(-len(names) // 3))
         order = sorted(names, key=lambda n: (weights.get(n, 1) > _FEW, crc32(n.encode()), n))
         chosen |= _covering(
             {name: cases[name] for name in order}, seen[test.split("::", 1)[0]], limit, heavy

@@ -279,8 +279,8 @@ def _larger(a: float, b: float) -> float:
 def tensors_alive() -> list[Tensor]:
     """All tensors with memory of their own that Python knows of in this process."""
     gc.collect()
-    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
-    return [tensor for tensor in tensors if type(tensor) in (Tensor, nn.Parameter)]
+    kinds = {Tensor, nn.Parameter}
+    return [thing for thing in gc.get_objects() if type(thing) in kinds]
 
 
 def stored(tensors: Any) -> int:

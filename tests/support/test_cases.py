@@ -26,8 +26,8 @@ def test_a_third_of_the_cases_and_two_at_least() -> None:
     assert chosen >= set(one)
 
 
-def test_a_sixth_and_one_at_least_where_cases_take_seconds() -> None:
-    many = _cases("tests/gloo/test_a.py::test_many", a=tuple(range(12)))
+def test_a_twelfth_and_one_at_least_where_cases_take_seconds() -> None:
+    many = _cases("tests/gloo/test_a.py::test_many", a=tuple(range(24)))
     few = _cases("tests/gloo/test_b.py::test_few", a=(0, 1, 2))
     chosen = some_cases({**many, **few})
     assert len(chosen & set(many)) == 2
