@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import logging
+import queue
 import threading
 from collections import deque
 from types import CellType, MethodType, ModuleType
@@ -35,6 +37,14 @@ class ClassKey(str):
     owner: type
 
 
+ANSWERS: tuple[tuple[type, str], ...] = (
+    (logging.Logger, "getEffectiveLevel"),
+    (queue.Queue, "qsize"),
+    (threading.Event, "is_set"),
+)
+"""Classes of Python's, with the method that says what a forward may ask of an object."""
+
+
 def is_object(value: Any) -> bool:
     """Whether it is an object whose attributes are values."""
     kind = type(value)
@@ -60,7 +70,7 @@ def content_of(cell: CellType) -> Any:
 
 def is_plain(value: Any, depth: int = 0) -> bool:
     """Whether it is a scalar, tensor or array, or a container of them."""
-    if isinstance(value, (*SCALARS, *PLAIN_TYPES, torch.Tensor, np.ndarray)):
+    if isinstance(value, (*SCALARS, *PLAIN_TYPES, torch.Tensor, np.ndarray)) or is_value(value):
         return True
     if depth > DEPTH:
         return False

@@ -6,6 +6,7 @@ defaults. The same walk of a copy of the model gives the same names with the val
 
 from __future__ import annotations
 
+import builtins
 import enum
 import functools
 import inspect
@@ -33,6 +34,7 @@ from graphaccel.guards.attributes import (
     values_on,
 )
 from graphaccel.guards.followed import (
+    ANSWERS,
     DEPTH,
     OPAQUE,
     ClassKey,
@@ -270,9 +272,12 @@ class _Walk:
         """Places of the globals, closures and defaults of a function that ran."""
         code, names = scope.code, scope.names
         module = names.get("__name__", "")
-        for name in code.co_names:
+        looked_up = self._reads.texts if "globals" in code.co_names else ()
+        for name in (*code.co_names, *looked_up):
             if name in names and not name.startswith("__"):
                 self._outside(f"{module}.{name}", names, name, "dict", names[name], scope)
+            elif is_plain(value := vars(builtins).get(name, MISSING)):  # set there by a script
+                self._outside(f"builtins.{name}", vars(builtins), name, "dict", value, scope)
             elif name in sys.modules and name not in names:  # imported by the function itself
                 self._outside(name, sys.modules, name, "dict", sys.modules[name], scope)
         for number, function in enumerate(scope.functions):
@@ -383,6 +388,9 @@ class _Walk:
         elif isinstance(value, functools.partial):
             for name in ("func", "args", "keywords"):
                 inside(f"{text}.{name}", value, name, "fixed", getattr(value, name))
+        elif isinstance(value, tuple(kind for kind, _ in ANSWERS)):
+            asked = next(getattr(value, name) for kind, name in ANSWERS if isinstance(value, kind))
+            inside(f"{text}.{asked.__name__}()", asked, "()", "call", asked())
         elif isinstance(value, enum.Enum):
             for name, held in vars(value).items():
                 if name in self._names and name[:1] != "_" and is_plain(held):

@@ -9,6 +9,7 @@ defaults are read from their code.
 from __future__ import annotations
 
 import gc
+import io
 import os
 import random
 import sys
@@ -80,9 +81,9 @@ class Reads:
 
     attributes: class → attribute → the first line that reads it. written: the same for attributes
     of modules that it wrote. scopes: functions that ran. draws: lines that draw from a generator of
-    Python's `random`. seeds: lines that set the state of a torch generator. noted: classes whose
-    reads are all in `attributes`. roots: what is called besides the model, by name. copies: of the
-    model, which the functions that ran may hold.
+    Python's `random`. seeds: lines that set the state of a torch generator. files: lines that open
+    one. noted: classes whose reads are all in `attributes`. roots: what is called besides the
+    model, by name. copies: of the model, which the functions that ran may hold.
     """
 
     attributes: dict[Kind, dict[str, Location | None]] = field(default_factory=dict)
@@ -90,6 +91,7 @@ class Reads:
     scopes: tuple[Scope, ...] = ()
     draws: list[Location] = field(default_factory=list)
     seeds: list[Location] = field(default_factory=list)
+    files: list[Location] = field(default_factory=list)
     noted: set[Kind] = field(default_factory=set)
     roots: dict[str, Any] = field(default_factory=dict, repr=False)
     copies: list[nn.Module] = field(default_factory=list, repr=False)
@@ -191,6 +193,9 @@ def _profile(codes: dict[int, tuple[CodeType, dict[str, Any]]], reads: Reads) ->
             code = frame.f_code
             if id(code) not in codes:
                 codes[id(code)] = code, frame.f_globals
+        elif event == "c_call" and argument is io.open:
+            if not is_library(_opener(frame).f_code.co_filename):
+                reads.files.append(line_of(frame) or Location(frame.f_code.co_filename, 0))
         elif event == "c_call" and isinstance(getattr(argument, "__self__", 0), random.Random):
             line = line_of(frame)
             if line is not None:
@@ -201,6 +206,13 @@ def _profile(codes: dict[int, tuple[CodeType, dict[str, Any]]], reads: Reads) ->
                 reads.seeds.append(line)
 
     return profile
+
+
+def _opener(frame: FrameType) -> FrameType:
+    """The frame that opens a file, itself or through pathlib: Python opens others for its own."""
+    while frame.f_globals.get("__name__", "").startswith("pathlib") and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
 
 
 @contextmanager

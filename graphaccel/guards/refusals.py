@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from graphaccel.errors import StateFrozen
+from graphaccel.errors.messages import Location
 from graphaccel.guards.guards import Change
 from graphaccel.guards.lines import location
 from graphaccel.guards.places import Place
@@ -33,6 +34,19 @@ def unsteady(change: Change) -> StateFrozen:
         note="the forward reads it",
         reason="a graph can not follow a value that changes between two looks at it",
         help_line="set it before the call of the model, and leave it until the call returns",
+    )
+
+
+def opens_file(forward: str, line: Location) -> StateFrozen:
+    """For a file that the forward opens. forward: `Class.forward`."""
+    return StateFrozen(
+        what=f"`{forward}` opens a file",
+        location=line,
+        note="a graph would keep what it held at capture, and writes nothing",
+        reason="the script's own model does not run: its graph does, and that knows no Python",
+        help_lines=(
+            "read it in the script, before each step:  model.settings = json.load(open(path))",
+        ),
     )
 
 
