@@ -190,7 +190,9 @@ def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise GraphMisuse(
             what=f"the optimizer is a torch.optim.Optimizer, not {type(optimizer).__name__}",
-            help_line="graphaccel.optimize(model, torch.optim.AdamW(model.parameters()))",
+            help_line="graphaccel.optimize(model, optimizers[0])  # the others step as they are"
+            if isinstance(optimizer, (list, tuple))
+            else "graphaccel.optimize(model, torch.optim.AdamW(model.parameters()))",
         )
     if not is_initialised(optimizer):
         kind = type(optimizer).__name__

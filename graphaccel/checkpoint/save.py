@@ -94,7 +94,7 @@ def save(
     root = folder_of(folder).absolute()  # the script may change its folder before all is written
     _check(step, keep, every)
     contents = contents_of(model, optimizer, more, weights)
-    saver = saver_of(model)
+    saver = saver_of(model, SAVE)
     stops = False
     if every is not None:
         saver.stop.watch()

@@ -78,11 +78,18 @@ class Saver:
             os._exit(1)  # an exception here would leave the exit code 0
 
 
-def saver_of(model: nn.Module) -> Saver:
-    """The saver of a model. Collective at the first call for it, on the ranks that train it."""
+def saver_of(model: nn.Module, call: str = "") -> Saver:
+    """The saver of a model. Collective at the first call for it, on the ranks that train it.
+
+    call: what they do (`runtime.agreement`), where they have not compared that before. Raises
+    BatchesDiffer (GA404) where some do something else.
+    """
     saver = vars(model).get(_KEY)
     together = None if saver is None else saver.together
     if together is None or (together.group is None and _several()):
+        handle = getattr(model, "graphaccel", None)
+        if call and handle is not None:
+            handle.agree(call)
         saver = vars(model)[_KEY] = Saver(ranks_of(model))
     return saver  # type: ignore[no-any-return]
 

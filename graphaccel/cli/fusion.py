@@ -102,7 +102,11 @@ def _chosen(name: str) -> list[Fusion]:
 def _new(name: str) -> int:
     path = Path(f"{name}.py")
     if not name.isidentifier() or keyword.iskeyword(name):
-        raise GraphMisuse(what=f"{name!r} is no Python name", help_line="letters, digits and _")
+        word = keyword.iskeyword(name)
+        raise GraphMisuse(
+            what=f"{name!r} is no Python name" + (", but a word of the language" if word else ""),
+            help_line=f"graphaccel fusion new {name}_op" if word else "letters, digits and _",
+        )
     if path.exists():
         raise GraphMisuse(what=f"{path} exists already", help_line="another NAME, or remove it")
     with writing(path):

@@ -223,7 +223,8 @@ def test_files_that_are_not_there_are_named(
 def test_a_fusion_is_not_named_by_a_keyword(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     arguments = cli.build_parser().parse_args(["fusion", "new", "class"])
-    with pytest.raises(errors.GraphMisuse, match="'class' is no Python name"):
+    said = "'class' is no Python name, but a word of the language\n  help: graphaccel fusion new cl"
+    with pytest.raises(errors.GraphMisuse, match=said):
         fusion_command(arguments)
     assert list(tmp_path.iterdir()) == []
 

@@ -77,6 +77,14 @@ def _saves(training: _Training) -> None:
     graphaccel.full_state_dict(training.model)
 
 
+def _first_checkpoint(training: _Training) -> None:
+    graphaccel.save("never written", training.model, training.optimizer, step=1)
+
+
+def _first_checkpoint_every(training: _Training) -> None:
+    graphaccel.save("never written", training.model, training.optimizer, step=1, every=5)
+
+
 def _other_rate(training: _Training) -> None:
     training.optimizer.param_groups[0]["lr"] *= 0.5
     training.step(small_batch())
@@ -98,6 +106,8 @@ CASES: dict[str, tuple[Callable[[_Training], None], str, tuple[str, ...]]] = {
     "shapes": (_shapes, "inputs", tuple(PLANS)),
     "evaluates": (_evaluates, "call", ("pipeline", "zero 3")),
     "saves": (_saves, "call", ("pipeline", "zero 3")),
+    "first checkpoint": (_first_checkpoint, "call", ("pipeline", "zero 3")),
+    "first of every": (_first_checkpoint_every, "call", ("pipeline",)),
     "other rate": (_other_rate, "optimizer", ("data",)),
     "another step": (_no_step, "optimizer", ("data",)),
     "draws": (_draws, "random", ("data",)),
