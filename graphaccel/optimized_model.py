@@ -305,7 +305,7 @@ class Handle:
         if more is not None:
             batch, leaves = with_rows(batch, more), more.leaves(leaves)
         variant = steps.training(batch)
-        self._form.ran(variant.guards.numbers)
+        self._form.after_step(variant.guards.numbers)
         prepared.session.follow()
         self._compare_before(batch, prepared, variant)
         leaves = variant.leaves(prepared.session, leaves)

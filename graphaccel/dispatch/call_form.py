@@ -41,7 +41,7 @@ class CallForm:
         held = {k: CallNumber(k, values) if k in numbers else v for k, v in named.items()}
         return tuple(held.pop(f"args[{i}]") for i in range(len(args))), held
 
-    def ran(self, inputs: Collection[str]) -> None:
+    def after_step(self, inputs: Collection[str]) -> None:
         """The call ran a step with these numbers as inputs, by the names of their places: one that
         has changed and is none of them can not be one. The same on every rank."""
         self._fixed |= {k for k in self._changed if f"{ARGUMENTS}[{k!r}]" not in inputs}

@@ -14,7 +14,7 @@ from graphaccel.guards.tokens import SCALARS
 PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
 
 
-def referent_of(reference: Any) -> Any:
+def target_of(reference: Any) -> Any:
     """What a weak reference or a proxy refers to; None where that is gone."""
     if isinstance(reference, weakref.ref):
         return reference()

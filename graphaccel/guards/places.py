@@ -29,8 +29,8 @@ from graphaccel.guards.attributes import (
     alias_of,
     attributes_of,
     has_default,
-    referent_of,
     slots_of,
+    target_of,
     values_on,
 )
 from graphaccel.guards.followed import (
@@ -127,7 +127,7 @@ def objects_of(model: nn.Module, *others: Any) -> set[type]:
     while stack:
         value, depth = stack.pop()
         if type(value) in (weakref.ref, *PROXIES):
-            value = referent_of(value)
+            value = target_of(value)
         if id(value) in seen or depth > DEPTH:
             continue
         seen.add(id(value))
@@ -363,7 +363,7 @@ class _Walk:
         self._done.add(mark)
         self._keep(Place(text, holder, key, how, value, line, shared))
         if type(value) in PROXIES:
-            value = referent_of(value)
+            value = target_of(value)
 
         def inside(name: str, holder: Any, key: Any, how: str, value: Any) -> None:
             self.value(name, holder, key, how, value, line, depth + 1, shared)
@@ -380,7 +380,7 @@ class _Walk:
             name = "maps" if isinstance(value, ChainMap) else "data"
             inside(f"{text}.{name}", vars(value), name, "dict", vars(value)[name])
         elif isinstance(value, weakref.ref):
-            inside(f"{text}()", value, "()", "fixed", referent_of(value))
+            inside(f"{text}()", value, "()", "fixed", target_of(value))
         elif isinstance(value, (list, tuple, deque)):
             way = "fixed" if isinstance(value, tuple) else "item"
             for i, v in enumerate(value):
@@ -392,9 +392,7 @@ class _Walk:
             asked = next(getattr(value, name) for kind, name in ANSWERS if isinstance(value, kind))
             inside(f"{text}.{asked.__name__}()", asked, "()", "call", asked())
         elif isinstance(value, enum.Enum):
-            for name, held in vars(value).items():
-                if name in self._names and name[:1] != "_" and is_plain(held):
-                    inside(f"{text}.{name}", vars(value), name, "dict", held)
+            self._attributes(text, vars(value), inside)
         elif isinstance(value, ContextVar):
             inside(f"{text}.get()", value, "get", "context", value.get(MISSING))
         elif isinstance(value, FunctionType):

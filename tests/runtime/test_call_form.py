@@ -54,4 +54,4 @@ def test_numbers_that_can_not_be_inputs_stay() -> None:
         assert held["rate"] == CallNumber("rate", {})
         assert held["rate"].values["rate"] == rate
         assert second == (3 if step == 3 else CallNumber("args[1]", {}))
-        form.ran(["arguments['rate']"])
+        form.after_step(["arguments['rate']"])

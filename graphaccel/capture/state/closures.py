@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from graphaccel.compat.torch.tensors import storage_key
-from graphaccel.guards.attributes import PROXIES, referent_of
+from graphaccel.guards.attributes import PROXIES, target_of
 
 
 class _Memo(dict):
@@ -142,7 +142,7 @@ def _copied_method(method: MethodType, memo: dict[int, Any]) -> MethodType:
 
 def _copied_reference(reference: Any, memo: dict[int, Any]) -> Any:
     """A weak reference, or a proxy, to the copy of what it refers to."""
-    referent = referent_of(reference)
+    referent = target_of(reference)
     if referent is None or not isinstance(memo, _Memo) or not _reaches(referent, memo):
         return reference
     copied = copy.deepcopy(referent, memo)
@@ -246,7 +246,7 @@ def _named_by(value: Any) -> list[tuple[str, Any]]:
         defaults = [("a default", v) for v in value.__defaults__ or ()]
         return [*cells, *defaults, *(value.__kwdefaults__ or {}).items(), *vars(value).items()]
     if type(value) in (weakref.ref, *PROXIES):
-        return [("the referent", referent_of(value))]
+        return [("the referent", target_of(value))]
     if isinstance(value, MethodType):
         return [("__func__", value.__func__), ("__self__", value.__self__)]
     if isinstance(value, functools.partial):
