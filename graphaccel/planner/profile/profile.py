@@ -286,8 +286,8 @@ class Profile:
         lines, storages = self.lines, self.storages
         late = np.zeros(len(lines.of), dtype=bool)
         late[storages.row[storages.last_backward >= 0]] = True
-        root, again = lines.roots()[0], self.node_released
-        pairs = again[lines.reader]
+        root, repeated = lines.roots()[0], self.node_released
+        pairs = repeated[lines.reader]
         reader, source = lines.reader[pairs][::-1], root[lines.source[pairs]][::-1]
         for row, read in zip(reader.tolist(), source.tolist(), strict=True):
             if late[row]:
