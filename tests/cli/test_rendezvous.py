@@ -35,6 +35,22 @@ def taken() -> Iterator[int]:
         yield server.getsockname()[1]
 
 
+@pytest.fixture
+def closed() -> Iterator[int]:
+    """A port that is taken, so that no other test gets it, and at which nothing listens."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield int(held.getsockname()[1])
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT reaches what is started meanwhile: in the background of a shell it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -93,8 +109,8 @@ def test_a_place_that_is_none(
     assert expected in refused(capsys.readouterr().err)
 
 
-def test_a_port_that_nobody_opens(script: Path) -> None:
-    place = f"127.0.0.1:{free_port()}"
+def test_a_port_that_nobody_opens(script: Path, closed: int) -> None:
+    place = f"127.0.0.1:{closed}"
     options = f"--devices 1 --nnodes 2 --node-rank 1 --rdzv-endpoint {place} --rdzv-timeout 1"
     run = _start(*options.split(), script)
     out, error = run.communicate(timeout=LIMIT)
@@ -144,6 +160,7 @@ def test_variables_that_name_no_place(variables: dict[str, str], said: str) -> N
     assert f"the processes of this job can not meet{said}" in str(caught.value)
 
 
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_a_launcher_that_waits_for_other_machines(
     script: Path, number: signal.Signals
