@@ -28,6 +28,7 @@ from graphaccel.capture.state.carried import Ops, Path, kept_by, name_of
 from graphaccel.capture.state.closures import memory_of
 from graphaccel.compat.torch.export import exporting
 from graphaccel.compat.torch.fakes import FakeTensor
+from graphaccel.compat.torch.modules import conversions_checked
 from graphaccel.compat.torch.tensors import version
 from graphaccel.errors import DrawnOutside, GraphAccelError, StateFrozen
 from graphaccel.errors.messages import Location
@@ -151,11 +152,17 @@ def _run(model: nn.Module, batch: Batch, loss_fn: LossFn, ops: Ops) -> bool:
     fake = next(p for p in nn.Module.parameters(model) if isinstance(p, FakeTensor)).fake_mode
     args, kwargs = batch.rebuild(batch.leaves)
     try:
-        with without_reports(), fake, exporting(), torch.enable_grad(), ops, Copies():
+        unchanged = conversions_checked(_refuse_conversion)
+        with without_reports(), fake, exporting(), torch.enable_grad(), ops, Copies(), unchanged:
             with_loss(model, loss_fn)(*args, **kwargs)
     except Exception:  # whatever the model raises when it needs a value
         return False
     return True
+
+
+def _refuse_conversion(module: nn.Module) -> None:
+    """The copy's weights serve later captures too; export refuses such a forward with its line."""
+    raise TypeError(f"{type(module).__name__} is converted")
 
 
 def _exported(model: nn.Module, batch: Batch, loss_fn: LossFn, ops: Ops) -> bool:

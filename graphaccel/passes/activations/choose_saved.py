@@ -43,6 +43,8 @@ def choose_saved(graph: fx.GraphModule, plan: Plan, positions: Mapping[str, int]
 
     calls = [n for n in graph.graph.nodes if n.op == "call_function"]
     backward = {n for n in calls if n.meta.get("phase") == "backward"}
+    if not backward:  # nothing is trained
+        return graph
     fixed = [n for n in calls if n not in backward and _is_fixed(n, stage(n), stage)]
     for node in fixed:
         node.meta["recompute"] = must_save()

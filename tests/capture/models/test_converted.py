@@ -43,9 +43,11 @@ def test_a_module_that_stays_as_it_is() -> None:
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-14)
 
 
-def test_weights_of_another_dtype_are_refused() -> None:
-    with pytest.raises(errors.GradientRuleRefused) as raised:
-        _optimized(torch.float32)(torch.randn(4, 4, dtype=torch.float64))
-    text = str(raised.value)
-    assert "`Linear.to(...)`, which changes the module's dtype or device" in text
-    assert "self.router = self.router.to(self.dtype)" in text
+def test_weights_of_another_dtype_are_refused_each_time() -> None:
+    """No run of the forward converts the copy that is captured."""
+    for _ in range(4):
+        with pytest.raises(errors.GradientRuleRefused) as raised:
+            _optimized(torch.float32)(torch.randn(4, 4, dtype=torch.float64))
+        text = str(raised.value)
+        assert "`Linear.to(...)`, which changes the module's dtype or device" in text
+        assert "self.router = self.router.to(self.dtype)" in text
