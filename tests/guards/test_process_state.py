@@ -93,7 +93,7 @@ USES: dict[str, tuple[Callable[[Any, Tensor], Any], Callable[[Any], object]]] = 
     ),
     "a flag of a backend": (
         lambda _, h: 2 * h if torch.backends.cudnn.benchmark else h,
-        lambda _: setattr(torch.backends.cudnn, "benchmark", True),
+        lambda _: torch.backends.cudnn.set_flags(_benchmark=True),
     ),
     "a function of torch's": (
         lambda _, h: functional.gelu(h),
@@ -120,11 +120,13 @@ def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setenv(name, "1")
     monkeypatch.delenv("GUARDS_SHIFT")
     monkeypatch.setattr(math, "my_scale", 1.0, raising=False)
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    # Not by its attribute: torch's own test suite, once imported, lets nothing assign to that.
+    torch.backends.cudnn.set_flags(_benchmark=False)
     for name in ("gelu", "relu"):
         monkeypatch.setattr(functional, name, getattr(functional, name))
     Table.values["scale"], threads = 1.0, torch.get_num_threads()
     yield
+    torch.backends.cudnn.set_flags(_benchmark=False)
     torch.use_deterministic_algorithms(False)
     torch.set_num_threads(threads)
     torch.set_grad_enabled(True)
