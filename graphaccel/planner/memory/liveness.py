@@ -120,8 +120,9 @@ class Liveness:
         )
         if key not in self._ran:
             if graph not in self._rows:
-                given_to = {"exchanged": self.exchanged, "kernels": self.kernels}
-                self._rows[graph] = rows_of(graph, self.chosen, **given_to)
+                self._rows[graph] = rows_of(
+                    graph, self.chosen, exchanged=self.exchanged, kernels=self.kernels
+                )
             handed = [[number[s] for s in held] for held in inputs]
             self._ran[key] = _Walk(self._rows[graph], given, handed).through(self.pieces)
         return self._repeated(self._ran[key], given, name, stage)
