@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -257,7 +258,8 @@ def _tensors(result: Any) -> list[torch.Tensor]:
 
 
 def _name_placeholders(joint: fx.GraphModule, inputs: Sequence[GraphInput]) -> None:
-    """Name placeholders after their contents: `p_transformer_wte_weight`, `x_input_ids`."""
+    """Name placeholders after their contents: `p_transformer_wte_weight`, `x_input_ids`; where two
+    would be called alike (`w` and `w_`), the later with a number."""
     letter = {
         "parameter": "p",
         "buffer": "u",
@@ -267,8 +269,12 @@ def _name_placeholders(joint: fx.GraphModule, inputs: Sequence[GraphInput]) -> N
         "scale": "scale",
     }
     placeholders = [n for n in joint.graph.nodes if n.op == "placeholder"]
+    taken: Counter[str] = Counter()
     for node, spec in zip(placeholders, inputs, strict=True):
-        node.name = node.target = f"{letter[spec.kind]}_{re.sub(r'[^0-9A-Za-z]+', '_', spec.name)}"
+        name = f"{letter[spec.kind]}_{re.sub(r'[^0-9A-Za-z]+', '_', spec.name)}"
+        taken[name] += 1
+        number = f"_no{taken[name]}" if taken[name] > 1 else ""
+        node.name = node.target = f"{name}{number}"
 
 
 def _tidy(joint: fx.GraphModule, inputs: Sequence[GraphInput]) -> None:

@@ -19,7 +19,7 @@ from graphaccel.capture.state.closures import copied, held_by_module, memory_of
 from graphaccel.compat.torch.fakes import FakeTensor, FakeTensorMode
 from graphaccel.compiler.probe_optimizer import optimizer_memory_of, tried_step
 from graphaccel.errors import Unsupported
-from graphaccel.guards.attributes import values_on
+from graphaccel.guards.attributes import follow_values, values_on
 from graphaccel.guards.places import STRUCTURE
 from graphaccel.ir.program import Sharded, StepProgram
 from graphaccel.planner.estimate.optimizer_memory import NOTHING, OptimizerMemory, step_bytes
@@ -226,7 +226,7 @@ def follow_attributes(result: nn.Module, module: nn.Module) -> None:
     for name, tensor in _tensors(module):
         if name in fakes:
             known[id(tensor)] = fakes[name]
-            vars(fakes[name]).update(values_on(tensor))
+            follow_values(fakes[name], tensor)
             memory[memory_of(tensor)] = fakes[name].detach()
     _know_others(module, known, memory)
     own = {

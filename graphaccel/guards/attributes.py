@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from graphaccel.compat.torch.fakes import FakeTensor
+from graphaccel.compat.torch.fakes import attributes_of_fakes
 from graphaccel.guards.tokens import SCALARS
 
 PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
@@ -60,7 +60,15 @@ def alias_of(cls: type, name: str) -> str | None:
 
 
 def values_on(tensor: torch.Tensor) -> dict[str, Any]:
-    """The plain values that a script has set on a tensor, as `weight.mult = 0.5`."""
-    own = FakeTensor.__annotations__
+    """The plain values and tensors that a script has set on a tensor, as `weight.mult = 0.5`."""
+    own = attributes_of_fakes()
     held = vars(tensor).items()
-    return {k: v for k, v in held if isinstance(v, SCALARS) and k not in own and k[:1] != "_"}
+    plain = (*SCALARS, torch.Tensor)
+    return {k: v for k, v in held if isinstance(v, plain) and k not in own and k[:2] != "__"}
+
+
+def follow_values(copy: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Let a copy of a tensor have the values that a script has set on it now."""
+    for gone in values_on(copy):
+        delattr(copy, gone)
+    vars(copy).update(values_on(tensor))

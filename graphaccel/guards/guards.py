@@ -117,7 +117,8 @@ class Guards:
         """Also compare the values of tensors that no constant of the graph holds."""
         for name, place in result.items():
             if isinstance(place.value, torch.Tensor) and name in self.recorded:
-                if name not in self.tensors and not isinstance(place.value, FakeTensor):
+                has_values = not (isinstance(place.value, FakeTensor) or place.value.is_meta)
+                if name not in self.tensors and has_values:
                     self._contents[name] = place.value.detach().clone()
 
     def _same_content(self, place: Place) -> bool:

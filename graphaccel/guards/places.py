@@ -179,7 +179,7 @@ class _Walk:
             self._keep(Place(f"{start}{name}", module._buffers, name, "dict", None))
         for tensors in (module._parameters, module._buffers):
             for key, tensor in tensors.items():
-                if tensor is not None and vars(tensor):
+                if tensor is not None and (vars(tensor) or self._reads.missing):
                     self._of_tensor(f"{start}{key}", tensor, shared)
         if path:  # of the model itself, what is called is graphaccel's
             self._method(f"{start}forward", type(module), own, "forward", names.get("forward"))
@@ -202,6 +202,9 @@ class _Walk:
         own = vars(tensor)
         for name in values_on(tensor).keys() & self._names:
             self.value(f"{text}.{name}", own, name, "dict", own[name], None, 1, shared)
+        for name in self._reads.missing.keys() - own.keys():
+            line = self._reads.missing[name]
+            self._keep(Place(f"{text}.{name}", own, name, "dict", MISSING, line, shared))
 
     def _of_classes(self, kind: type) -> None:
         """Plain values of the script's classes, which `type(self).scale` reads unrecorded."""
@@ -273,9 +276,13 @@ class _Walk:
         code, names = scope.code, scope.names
         module = names.get("__name__", "")
         looked_up = self._reads.texts if "globals" in code.co_names else ()
+        absent = scope.absent.union(looked_up) - names.keys()
         for name in (*code.co_names, *looked_up):
             if name in names and not name.startswith("__"):
                 self._outside(f"{module}.{name}", names, name, "dict", names[name], scope)
+            elif name in absent:
+                place = Place(f"{module}.{name}", names, name, "dict", MISSING, (code, name), True)
+                self._keep(place)
             elif is_plain(value := vars(builtins).get(name, MISSING)):  # set there by a script
                 self._outside(f"builtins.{name}", vars(builtins), name, "dict", value, scope)
             elif name in sys.modules and name not in names:  # imported by the function itself
@@ -296,7 +303,13 @@ class _Walk:
         """Places of the process's state that a function that ran asks for; last, since it may look
         up what the model's values name."""
         texts = {p.value for p in self.places.values() if type(p.value) is str}
-        for held in process_state(scope.code, scope.names, texts, library=scope.library):
+        cells = [
+            pair
+            for function in scope.functions
+            for pair in zip(scope.code.co_freevars, function.__closure__ or (), strict=False)
+        ]
+        names = {**scope.names, **{name: content_of(cell) for name, cell in cells}}
+        for held in process_state(scope.code, names, texts, library=scope.library):
             line = (scope.code, held.name.rpartition(".")[2].removesuffix("()"))
             self._keep(Place(held.name, held.holder, held.key, held.how, held.value, line, True))
 
@@ -421,6 +434,7 @@ class _Walk:
             named, read = f"{text}.{name}", names.get(name, line)
             real = alias_of(type(value), name) or name
             known = exact or (own is not None and real in own) or has_default(type(value), real)
+            known = known or name in self._reads.texts  # getattr(options, "scale", 1.0)
             if own is not None and known and not name.startswith("__"):
                 self._attribute(named, value, own, real, read, depth + 1, shared)
             elif real in slots_of(type(value)) and hasattr(value, real):

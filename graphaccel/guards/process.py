@@ -23,6 +23,24 @@ _NOT_ASKED = tuple("autocast capturing compiling exporting rng_state scripting t
 """Parts of the names of those whose answer is another one while a model is captured, or that the
 plan decides."""
 _FLAGS = "torch.backends"
+_PYTHON = {
+    "decimal": ("get", "is"),
+    "faulthandler": ("is",),
+    "gc": ("get", "is"),
+    "locale": ("get",),
+    "os": ("cpu_count", "get"),
+    "posix": ("cpu_count", "get"),
+    "sys": ("get", "is"),
+    "threading": ("active", "get", "is"),
+    "_thread": ("get",),
+    "tracemalloc": ("get", "is"),
+}
+"""Python's modules whose functions say a state of the process, and how the names of those begin."""
+_RUNNING = frozenset(
+    "get_count get_objects get_stats get_traced_memory getallocatedblocks getloadavg getprofile "
+    "gettrace getrandom".split()
+)
+"""Those whose answer changes by itself, or while a model is captured."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +57,11 @@ class Held:
 def process_state(
     code: CodeType, names: Mapping[str, Any], texts: Collection[str], *, library: bool
 ) -> Iterator[Held]:
-    """What a function's code may ask of the process. names: its globals. texts: values that it may
-    look up by `getattr(F, self.activation)`. library: whether it is of an installed package, whose
-    reads of torch's flags alone are followed."""
+    """What a function's code may ask of the process. names: its globals and closure. texts: values
+    that it may look up by `getattr(F, self.activation)`. library: whether it is of an installed
+    package, whose reads of torch's flags alone are followed."""
     wanted = (*code.co_names, *(texts if "getattr" in code.co_names else ()))
-    for name in code.co_names:
+    for name in (*code.co_names, *code.co_freevars):
         value = names.get(name, None if name in names else sys.modules.get(name))
         if isinstance(value, (FunctionType, BuiltinFunctionType)):
             yield from _answer(f"{getattr(value, '__module__', '')}.{name}", value, library)
@@ -101,10 +119,13 @@ def _of_module(root: ModuleType, wanted: Collection[str], library: bool) -> Iter
 
 def _answer(name: str, function: Any, library: bool) -> Iterator[Held]:
     """What a function says that takes no arguments and returns a plain value."""
-    package = (getattr(function, "__module__", None) or name).partition(".")[0]
+    module = getattr(function, "__module__", None) or name
     last = name.rpartition(".")[2]
-    asks = last.startswith(_ASKS) or last.endswith("_enabled")
-    if package != "torch" or not asks or any(part in last for part in _NOT_ASKED):
+    if module.partition(".")[0] == "torch":
+        asks = last.startswith(_ASKS) or last.endswith("_enabled")
+        if not asks or any(part in last for part in _NOT_ASKED):
+            return
+    elif library or not last.startswith(_PYTHON.get(module, ())) or last in _RUNNING:
         return
     if library and last == "is_grad_enabled":  # true in a capture, whatever it is in the call
         return

@@ -8,8 +8,9 @@ defaults are read from their code.
 
 from __future__ import annotations
 
+import builtins
+import dis
 import gc
-import io
 import os
 import random
 import sys
@@ -19,13 +20,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from types import CodeType, FrameType, FunctionType
+from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
 from graphaccel.errors.messages import Location
+from graphaccel.guards.system import Question, asked_of_system
 
 _OWN = (f"{torch.__path__[0]}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}", "<frozen")
 """Where the source code of torch and graphaccel is."""
@@ -36,6 +38,8 @@ _PAST = frozenset({"__getattribute__", "getattr_static"})
 
 _SEEDS = frozenset({"manual_seed", "seed", "set_state", "graphsafe_set_state"})
 """Methods of `torch.Generator` that set its state."""
+
+_READS_GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
 
 Kind = tuple[str, str]
 """A class by module and qualified name, which an optimized model's subclass shares."""
@@ -62,8 +66,8 @@ def _installed(file: str) -> bool:
 
 @dataclass(frozen=True)
 class Scope:
-    """A function that ran: its global names, and the functions whose closures and defaults it
-    reads."""
+    """A function that ran, with the scope of its names: its globals, and the functions whose
+    closures and defaults it reads."""
 
     code: CodeType = field(repr=False)
     names: dict[str, Any] = field(repr=False)
@@ -74,24 +78,34 @@ class Scope:
         """Whether it belongs to an installed package."""
         return is_library(self.code.co_filename)
 
+    @cached_property
+    def absent(self) -> frozenset[str]:
+        """The global names that its code reads, where nothing has them."""
+        if self.library:
+            return frozenset()
+        read = {i.argval for i in dis.get_instructions(self.code) if i.opname in _READS_GLOBAL}
+        return frozenset(read - self.names.keys() - vars(builtins).keys())
+
 
 @dataclass
 class Reads:
     """What a forward read.
 
     attributes: class → attribute → the first line that reads it. written: the same for attributes
-    of modules that it wrote. scopes: functions that ran. draws: lines that draw from a generator of
-    Python's `random`. seeds: lines that set the state of a torch generator. files: lines that open
-    one. noted: classes whose reads are all in `attributes`. roots: what is called besides the
-    model, by name. copies: of the model, which the functions that ran may hold.
+    of modules that it wrote. missing: attributes that it looked up on tensors that have none.
+    scopes: functions that ran. draws: lines that draw from a generator of Python's `random`. seeds:
+    lines that set the state of a torch generator. questions: to files and to the system. noted:
+    classes whose reads are all in `attributes`. roots: what is called besides the model, by name.
+    copies: of the model, which the functions that ran may hold.
     """
 
     attributes: dict[Kind, dict[str, Location | None]] = field(default_factory=dict)
     written: dict[Kind, dict[str, Location | None]] = field(default_factory=dict)
+    missing: dict[str, Location | None] = field(default_factory=dict)
     scopes: tuple[Scope, ...] = ()
     draws: list[Location] = field(default_factory=list)
     seeds: list[Location] = field(default_factory=list)
-    files: list[Location] = field(default_factory=list)
+    questions: list[Question] = field(default_factory=list)
     noted: set[Kind] = field(default_factory=set)
     roots: dict[str, Any] = field(default_factory=dict, repr=False)
     copies: list[nn.Module] = field(default_factory=list, repr=False)
@@ -155,6 +169,7 @@ def recorded(classes: set[type]) -> Iterator[Reads]:
         for cls in (nn.Module, *classes):
             stack.enter_context(_noted(cls, reads))
         stack.enter_context(_writes_noted(reads))
+        stack.enter_context(_missing_noted(reads))
         sys.setprofile(_profile(codes, reads))
         try:
             yield reads
@@ -193,26 +208,23 @@ def _profile(codes: dict[int, tuple[CodeType, dict[str, Any]]], reads: Reads) ->
             code = frame.f_code
             if id(code) not in codes:
                 codes[id(code)] = code, frame.f_globals
-        elif event == "c_call" and argument is io.open:
-            if not is_library(_opener(frame).f_code.co_filename):
-                reads.files.append(line_of(frame) or Location(frame.f_code.co_filename, 0))
-        elif event == "c_call" and isinstance(getattr(argument, "__self__", 0), random.Random):
-            line = line_of(frame)
-            if line is not None:
-                reads.draws.append(line)
-        elif event == "c_call" and isinstance(getattr(argument, "__self__", 0), torch.Generator):
-            line = line_of(frame)
-            if line is not None and argument.__name__ in _SEEDS:
-                reads.seeds.append(line)
+        elif event == "c_call":
+            holder = getattr(argument, "__self__", None)
+            if isinstance(holder, random.Random):
+                line = line_of(frame)
+                if line is not None:
+                    reads.draws.append(line)
+            elif isinstance(holder, torch.Generator):
+                line = line_of(frame)
+                if line is not None and argument.__name__ in _SEEDS:
+                    reads.seeds.append(line)
+            elif isinstance(holder, ModuleType):
+                asked = asked_of_system(frame, holder.__name__, argument)
+                if asked is not None and not is_library(asked[0].f_code.co_filename):
+                    line = line_of(asked[0]) or Location(frame.f_code.co_filename, 0)
+                    reads.questions.append(Question(asked[1], line))
 
     return profile
-
-
-def _opener(frame: FrameType) -> FrameType:
-    """The frame that opens a file, itself or through pathlib: Python opens others for its own."""
-    while frame.f_globals.get("__name__", "").startswith("pathlib") and frame.f_back is not None:
-        frame = frame.f_back
-    return frame
 
 
 @contextmanager
@@ -243,6 +255,23 @@ def _noted(cls: type, reads: Reads) -> Iterator[None]:
             del cls.__getattribute__
         else:
             cls.__getattribute__ = own  # type: ignore[method-assign]
+
+
+@contextmanager
+def _missing_noted(reads: Reads) -> Iterator[None]:
+    """In this context attributes are noted that a tensor is asked for and does not have."""
+
+    def missing(self: torch.Tensor, name: str) -> Any:
+        frame = sys._getframe(1)
+        if name not in reads.missing and not is_inside(frame.f_code.co_filename):
+            reads.missing[name] = line_of(frame)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    torch.Tensor.__getattr__ = missing  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del torch.Tensor.__getattr__  # type: ignore[attr-defined]
 
 
 @contextmanager

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from graphaccel.errors import StateFrozen
-from graphaccel.errors.messages import Location
 from graphaccel.guards.guards import Change
 from graphaccel.guards.lines import location
 from graphaccel.guards.places import Place
+from graphaccel.guards.system import ASKS_FILES, ASKS_OTHERS, OPENS, Question
 
 
 def too_many(change: Change, most: int) -> StateFrozen:
@@ -37,16 +37,33 @@ def unsteady(change: Change) -> StateFrozen:
     )
 
 
-def opens_file(forward: str, line: Location) -> StateFrozen:
-    """For a file that the forward opens. forward: `Class.forward`."""
+_ASKED = {
+    OPENS: (
+        "a graph would keep what it held at capture",
+        "read it in the script, before each step:  model.settings = json.load(open(path))",
+    ),
+    ASKS_FILES: (
+        "a graph would keep the answer that it got at capture",
+        "ask in the script, before each step, and read that in the forward:  "
+        "model.found = os.path.exists(path)",
+    ),
+    ASKS_OTHERS: (
+        "a graph would keep the answer that it got at capture",
+        "ask in the script, before each step, and read that in the forward:  "
+        "model.answer = subprocess.check_output(command)",
+    ),
+}
+
+
+def asks_outside(forward: str, question: Question) -> StateFrozen:
+    """For what the forward asks of files or of another process. forward: `Class.forward`."""
+    note, line = _ASKED[question.what]
     return StateFrozen(
-        what=f"`{forward}` opens a file",
-        location=line,
-        note="a graph would keep what it held at capture, and writes nothing",
+        what=f"`{forward}` {question.what}",
+        location=question.line,
+        note=note,
         reason="the script's own model does not run: its graph does, and that knows no Python",
-        help_lines=(
-            "read it in the script, before each step:  model.settings = json.load(open(path))",
-        ),
+        help_lines=(line,),
     )
 
 

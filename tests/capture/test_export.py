@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
 
 from tests.support.steps import WIDTH, assert_as_eager
@@ -41,6 +42,22 @@ class Ensemble(nn.Module):
         return torch.vmap(loss)(self.weight, self.bias).mean()
 
 
+class Alike(nn.Module):
+    """Weights whose names differ in what is no letter or number; the second is a template's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.layer_1, self.w = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(WIDTH))
+        self.w_ = nn.Parameter(torch.randn(WIDTH))
+        self.template = [nn.Linear(WIDTH, WIDTH, device="meta")]
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = torch.tanh(self.layer[1](self.layer[0](x)) * self.w + self.w_)
+        named: dict[str, Tensor] = dict(self.layer_1.named_parameters())
+        return F.mse_loss(functional_call(self.template[0], named, (hidden,)), y)
+
+
 class Listed(Heads):
     """Lists the parameters of one head for the optimizer."""
 
@@ -50,6 +67,10 @@ class Listed(Heads):
 
 def test_submodules_named_like_keywords() -> None:
     assert_as_eager(Heads)
+
+
+def test_parameters_with_names_that_are_alike_and_a_template_without_data() -> None:
+    assert_as_eager(Alike)
 
 
 def test_parameters_under_vmap() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import array
 import ctypes
+import gc
 import math
 import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Iterator
+from gc import isenabled
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -107,6 +109,18 @@ USES: dict[str, tuple[Callable[[Any, Tensor], Any], Callable[[Any], object]]] = 
         lambda _, h: h * torch.get_num_threads(),
         lambda _: torch.set_num_threads(torch.get_num_threads() + 1),
     ),
+    "a number of Python's": (
+        lambda _, h: h * sys.getrecursionlimit(),
+        lambda _: sys.setrecursionlimit(sys.getrecursionlimit() + 1),
+    ),
+    "a flag of Python's by its own name": (
+        lambda _, h: 2 * h if isenabled() else h,
+        lambda _: gc.disable(),
+    ),
+    "the working directory": (
+        lambda _, h: h * len(os.getcwd()),
+        lambda _: os.chdir(os.sep),
+    ),
     "whether gradients are on": (
         lambda _, h: 2 * h if torch.is_grad_enabled() else h,
         lambda _: torch.set_grad_enabled(False),
@@ -125,7 +139,11 @@ def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("gelu", "relu"):
         monkeypatch.setattr(functional, name, getattr(functional, name))
     Table.values["scale"], threads = 1.0, torch.get_num_threads()
+    limit, folder = sys.getrecursionlimit(), os.getcwd()
     yield
+    sys.setrecursionlimit(limit)
+    os.chdir(folder)
+    gc.enable()
     torch.backends.cudnn.set_flags(_benchmark=False)
     torch.use_deterministic_algorithms(False)
     torch.set_num_threads(threads)

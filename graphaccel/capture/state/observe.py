@@ -35,7 +35,7 @@ from graphaccel.errors.messages import Location
 from graphaccel.guards.lines import call_as_written, location
 from graphaccel.guards.places import Place, objects_of, places
 from graphaccel.guards.reads import Reads, is_library, kind_of, line_of, recorded
-from graphaccel.guards.refusals import opens_file, refuse_iterators
+from graphaccel.guards.refusals import asks_outside, refuse_iterators
 from graphaccel.guards.tokens import MISSING
 from graphaccel.ir.replication.layers import KEPT
 
@@ -80,8 +80,8 @@ def observe(fresh: Callable[[], nn.Module], batch: Batch, loss_fn: LossFn, many:
                 _exported(model, batch, loss_fn, ops)
         if run is _run and reads.seeds:
             raise _seeds(model, reads.seeds[0])
-        if reads.files:
-            raise opens_file(f"{type(model).__name__}.forward", reads.files[0])
+        if reads.questions:
+            raise asks_outside(f"{type(model).__name__}.forward", reads.questions[0])
         reads.copies.append(model)
         if called:
             reads.roots["loss_fn"] = loss_fn

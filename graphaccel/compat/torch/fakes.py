@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -34,6 +35,13 @@ UnknownValue = (DataDependentOutputException, DynamicOutputShapeException)
 
 # Calls in it compute real tensors though a fake-tensor mode is on (constants of a capture).
 without_fakes = unset_fake_temporarily
+
+
+@cache
+def attributes_of_fakes() -> frozenset[str]:
+    """The names of what torch itself keeps on a fake tensor that is a parameter."""
+    parameter = torch.nn.Parameter(FakeTensorMode().from_tensor(torch.empty(0)))
+    return frozenset({*vars(parameter), *FakeTensor.__annotations__})
 
 
 def _correct_attention_dtype() -> None:
