@@ -51,8 +51,7 @@ def judge(part: str, name: str, setting: str) -> dict[str, Any]:
     started = time.process_time()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    with casts_of(part, torch.float64):
-        found = _judged(part, name, setting, torch.float64)
+    found = _judged(part, name, setting, torch.float64)
     if PARTS[part].lifted and found["outcome"] in ("unmeasured", "refused", "raw"):
         if _of_dtypes(found.get("why", found["detail"])):
             found = _judged(part, name, setting, torch.float32)
@@ -70,17 +69,18 @@ def _judged(part: str, name: str, setting: str, dtype: torch.dtype) -> dict[str,
     split = setting != "one"
     build = functools.partial(parts.build, part, name, split=split, dtype=dtype)
     try:
-        entry = build()
-        expected = _step(entry, entry.model)
-        again = _step(build(), None, seed=_SEED + 1)
+        with casts_of(part, dtype):
+            entry, ours = build(), build()
+            expected = _step(entry, entry.model)
+            again = _step(build(), None, seed=_SEED + 1)
     except NotMeasured as reason:
         return {"outcome": "unmeasured", "detail": str(reason)}
     except Exception as error:
         return {"outcome": "unmeasured", "detail": f"eager: {first_line(error)}"}
     draws = _difference(expected, again, _bound(entry.model)) is not None
-    ours = build()
     try:
-        got = planned_step(ours, part, name, setting, dtype)
+        with casts_of(part, dtype, planned=True):
+            got = planned_step(ours, part, name, setting, dtype)
     except Exception as error:
         return _failure(error)
     held = sorted(got["grads"])

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.coverage import hugging_face, torch_lists, vision
 from benchmarks.coverage.entry import Entry
-from tests.support.casts import lift_loss_cast
+from tests.support.casts import lift_captured_casts, lift_loss_cast
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,11 @@ def build(part: str, name: str, *, split: bool, dtype: torch.dtype = torch.float
     return PARTS[part].build(name, split=split)
 
 
-def casts_of(part: str, dtype: torch.dtype) -> AbstractContextManager[None]:
-    """What casts to float32 are to be while entries of a part are built and run."""
-    lifted = PARTS[part].lifted and dtype == torch.float64
-    return lift_loss_cast() if lifted else nullcontext()
+def casts_of(
+    part: str, dtype: torch.dtype, *, planned: bool = False
+) -> AbstractContextManager[None]:
+    """What casts to float32 are to be while entries of a part are built and run, by themselves or
+    planned, where only the model's own code may cast."""
+    if not PARTS[part].lifted or dtype != torch.float64:
+        return nullcontext()
+    return lift_captured_casts() if planned else lift_loss_cast()

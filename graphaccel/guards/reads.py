@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import builtins
 import dis
-import gc
 import os
 import random
 import sys
@@ -27,6 +26,7 @@ import torch
 from torch import nn
 
 from graphaccel.errors.messages import Location
+from graphaccel.guards.functions import Ran, functions_of, ran_in
 from graphaccel.guards.system import Question, asked_of_system
 
 _OWN = (f"{torch.__path__[0]}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}", "<frozen")
@@ -163,7 +163,7 @@ def recorded(classes: set[type]) -> Iterator[Reads]:
     classes: of the plain objects whose attributes are recorded, besides modules.
     """
     reads = Reads()
-    codes: dict[int, tuple[CodeType, dict[str, Any]]] = {}
+    codes: dict[int, Ran] = {}
     before = sys.getprofile()
     with ExitStack() as stack:
         for cls in (nn.Module, *classes):
@@ -202,12 +202,11 @@ def _restore_profile(before: Any) -> None:
         before.enable()
 
 
-def _profile(codes: dict[int, tuple[CodeType, dict[str, Any]]], reads: Reads) -> Any:
+def _profile(codes: dict[int, Ran], reads: Reads) -> Any:
     def profile(frame: FrameType, event: str, argument: Any) -> None:
         if event == "call":
-            code = frame.f_code
-            if id(code) not in codes:
-                codes[id(code)] = code, frame.f_globals
+            if id(frame.f_code) not in codes:
+                codes[id(frame.f_code)] = ran_in(frame)
         elif event == "c_call":
             holder = getattr(argument, "__self__", None)
             if isinstance(holder, random.Random):
@@ -291,25 +290,12 @@ def _writes_noted(reads: Reads) -> Iterator[None]:
         nn.Module.__setattr__ = write  # type: ignore[method-assign]
 
 
-def _scopes(codes: dict[int, tuple[CodeType, dict[str, Any]]]) -> tuple[Scope, ...]:
-    """The functions that ran. A frame does not refer to its function: the garbage collector finds
-    it."""
-    own = [(code, names) for code, names in codes.values() if not is_inside(_file(code, names))]
-    wanted = [code for code, names in own if _keeps_values(code, _file(code, names))]
-    functions: dict[int, list[FunctionType]] = {}
-    for holder in _referrers(wanted) if wanted else ():
-        if isinstance(holder, FunctionType):
-            functions.setdefault(id(holder.__code__), []).append(holder)
-    return tuple(Scope(code, names, tuple(functions.get(id(code), ()))) for code, names in own)
-
-
-def _referrers(wanted: list[CodeType]) -> list[Any]:
-    """What refers to these. The garbage collector does not look at objects that `gc.freeze()` has
-    set apart, so they are put back; freezing again would also set apart what was created since
-    then, and garbage among it would never be freed."""
-    if gc.get_freeze_count():
-        gc.unfreeze()
-    return gc.get_referrers(*wanted)
+def _scopes(codes: dict[int, Ran]) -> tuple[Scope, ...]:
+    """The functions that ran; of installed packages, closures and defaults belong to decorators and
+    do not change."""
+    own = [one for one in codes.values() if not is_inside(_file(one.code, one.names))]
+    functions = functions_of([one for one in own if not is_library(_file(one.code, one.names))])
+    return tuple(Scope(one.code, one.names, tuple(functions.get(id(one.code), ()))) for one in own)
 
 
 def _file(code: CodeType, names: dict[str, Any]) -> str:
@@ -317,11 +303,3 @@ def _file(code: CodeType, names: dict[str, Any]) -> str:
     if not code.co_filename.startswith("<string") or names.get("__name__") == "__main__":
         return code.co_filename
     return str(names.get("__file__", "<frozen"))
-
-
-def _keeps_values(code: CodeType, file: str) -> bool:
-    """Whether a function of this code may hold values in its closure or defaults: those of
-    installed packages belong to decorators and do not change."""
-    if is_library(file):
-        return False
-    return bool(set(code.co_freevars) - {"__class__"}) or code.co_argcount > 0

@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 from graphaccel.compiler import captures, compiler
 from graphaccel.kernels.check.widened_casts import WidenedCasts
+from graphaccel.proof import comparison
 
 
 @contextmanager
@@ -25,7 +26,7 @@ def lift_loss_cast() -> Iterator[None]:
 
 @contextmanager
 def lift_captured_casts() -> Iterator[None]:
-    """`lift_loss_cast` only where a compiler runs a model's own code.
+    """`lift_loss_cast` only where a compiler or the proof runs a model's own code.
 
     Its graphs then have no casts to float32, so that planning and passes need no mode, under which
     each read of a tensor's shape is a Python call.
@@ -37,7 +38,12 @@ def lift_captured_casts() -> Iterator[None]:
         yield
 
 
-_RUNS_THE_MODEL = ((captures, "capture"), (captures, "observe"), (compiler, "tried_choices"))
+_RUNS_THE_MODEL = (
+    (captures, "capture"),
+    (captures, "observe"),
+    (compiler, "tried_choices"),
+    (comparison, "run_eager"),
+)
 
 
 def _lifted(function: Callable[..., Any]) -> Callable[..., Any]:
