@@ -12,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from graphaccel import errors
+from graphaccel.compat.collections import no_collections
 from graphaccel.errors import GraphAccelError
 
 if TYPE_CHECKING:
@@ -61,7 +62,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import a public function, and torch with it, when it is first used."""
     if name in _PUBLIC:
-        return getattr(importlib.import_module(_PUBLIC[name]), name)
+        with no_collections():
+            module = importlib.import_module(_PUBLIC[name])
+        return getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

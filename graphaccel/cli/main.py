@@ -29,6 +29,7 @@ from graphaccel.cli.values import (
     target,
     whole_number,
 )
+from graphaccel.compat.collections import no_collections
 from graphaccel.errors import (
     BadCluster,
     BatchNotDivisible,
@@ -369,7 +370,8 @@ def _plan(arguments: argparse.Namespace) -> int:
         }
         for option in (option for option, given in beside.items() if given):
             arguments.usage_error(f"--export prints nothing else: leave {option} out")
-    from graphaccel.cli.plan import plan_command
+    with no_collections():
+        from graphaccel.cli.plan import plan_command
 
     return plan_command(arguments)
 
@@ -385,7 +387,8 @@ def _check_sweep(arguments: argparse.Namespace) -> None:
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:
-    from graphaccel.cli.calibrate import calibrate_command
+    with no_collections():
+        from graphaccel.cli.calibrate import calibrate_command
 
     return calibrate_command(arguments)
 
@@ -424,7 +427,8 @@ def _fusion(arguments: argparse.Namespace) -> int:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
-    from graphaccel.cli.explain import explain_command
+    with no_collections():
+        from graphaccel.cli.explain import explain_command
 
     return explain_command(arguments.subject, rules=arguments.rules, strict=arguments.strict)
 

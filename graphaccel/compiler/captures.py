@@ -28,10 +28,11 @@ from graphaccel.capture.state.numbers import same_but_numbers
 from graphaccel.capture.state.observe import Observed, observe
 from graphaccel.capture.stepgraph import MANY, StepGraph, capture
 from graphaccel.capture.symbols import BATCH, SEQUENCE
+from graphaccel.compat.collections import no_collections
 from graphaccel.compat.torch import pytree
 from graphaccel.compat.torch.fakes import FakeTensor, FakeTensorMode
 from graphaccel.compiler.capture_apart import capture_apart
-from graphaccel.compiler.capture_context import no_collections, without_autocast
+from graphaccel.compiler.capture_context import without_autocast
 from graphaccel.compiler.input_checks import refuse_empty
 from graphaccel.compiler.model import Model, follow_attributes, without_data
 from graphaccel.errors import GraphAccelError, StateFrozen, Unsupported

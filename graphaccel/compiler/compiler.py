@@ -17,7 +17,7 @@ from graphaccel.capture.batch import Batch, resized
 from graphaccel.capture.batch_dims import assignments
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH
-from graphaccel.compiler.capture_context import no_collections
+from graphaccel.compat.collections import no_collections
 from graphaccel.compiler.captures import Captures
 from graphaccel.compiler.given_plan import check_batch, check_given_plan
 from graphaccel.compiler.model import Model
