@@ -21,7 +21,7 @@ _MOST_WRAPPERS = 20
 
 
 @dataclass(frozen=True)
-class Ran:
+class Called:
     """Code that ran: its globals, and the class of its first argument where that may hold it."""
 
     code: CodeType
@@ -29,28 +29,28 @@ class Ran:
     owner: type | None = None
 
 
-def ran_in(frame: FrameType) -> Ran:
+def called_in(frame: FrameType) -> Called:
     """The code of a frame that has just begun."""
     code = frame.f_code
     if not code.co_argcount or _LOCAL not in _qualified(code):
-        return Ran(code, frame.f_globals)
+        return Called(code, frame.f_globals)
     first = frame.f_locals.get(code.co_varnames[0])
-    return Ran(code, frame.f_globals, first if isinstance(first, type) else type(first))
+    return Called(code, frame.f_globals, first if isinstance(first, type) else type(first))
 
 
-def functions_of(ran: Sequence[Ran]) -> dict[int, list[FunctionType]]:
+def functions_of(called: Sequence[Called]) -> dict[int, list[FunctionType]]:
     """By id of the code: its functions, where they may hold values in closures or defaults; one of
     them where all they hold are constants."""
     functions: dict[int, list[FunctionType]] = {}
     left = []
-    for one in ran:
+    for one in called:
         if not _may_hold_values(one.code):
             continue
-        found = _named(one)
-        if found is None:
+        function = _named(one)
+        if function is None:
             left.append(one.code)
         else:
-            functions[id(one.code)] = [found]
+            functions[id(one.code)] = [function]
     for holder in _referrers(left) if left else ():
         if isinstance(holder, FunctionType):
             functions.setdefault(id(holder.__code__), []).append(holder)
@@ -66,7 +66,7 @@ def _free(code: CodeType) -> set[str]:
     return set(code.co_freevars) - {"__class__"}
 
 
-def _named(one: Ran) -> FunctionType | None:
+def _named(one: Called) -> FunctionType | None:
     """A function of some code by its name; None where others may hold values that can change: the
     same `def` runs again in a loop, or for each call of the function around it."""
     *around, name = _qualified(one.code).split(".")
@@ -77,8 +77,8 @@ def _named(one: Ran) -> FunctionType | None:
     else:
         bases = () if one.owner is None else one.owner.__mro__
         members = [vars(base).get(name) for base in bases]
-    found = next((f for m in members if (f := _of_code(m, one.code)) is not None), None)
-    return None if found is None or _holds_objects(found) else found
+    first = next((f for m in members if (f := _of_code(m, one.code)) is not None), None)
+    return None if first is None or _holds_objects(first) else first
 
 
 def _holds_objects(function: FunctionType) -> bool:

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from graphaccel.errors.messages import Location
-from graphaccel.guards.functions import Ran, functions_of, ran_in
+from graphaccel.guards.functions import Called, called_in, functions_of
 from graphaccel.guards.system import Question, asked_of_system
 
 _OWN = (f"{torch.__path__[0]}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}", "<frozen")
@@ -163,7 +163,7 @@ def recorded(classes: set[type]) -> Iterator[Reads]:
     classes: of the plain objects whose attributes are recorded, besides modules.
     """
     reads = Reads()
-    codes: dict[int, Ran] = {}
+    codes: dict[int, Called] = {}
     before = sys.getprofile()
     with ExitStack() as stack:
         for cls in (nn.Module, *classes):
@@ -202,11 +202,11 @@ def _restore_profile(before: Any) -> None:
         before.enable()
 
 
-def _profile(codes: dict[int, Ran], reads: Reads) -> Any:
+def _profile(codes: dict[int, Called], reads: Reads) -> Any:
     def profile(frame: FrameType, event: str, argument: Any) -> None:
         if event == "call":
             if id(frame.f_code) not in codes:
-                codes[id(frame.f_code)] = ran_in(frame)
+                codes[id(frame.f_code)] = called_in(frame)
         elif event == "c_call":
             holder = getattr(argument, "__self__", None)
             if isinstance(holder, random.Random):
@@ -290,7 +290,7 @@ def _writes_noted(reads: Reads) -> Iterator[None]:
         nn.Module.__setattr__ = write  # type: ignore[method-assign]
 
 
-def _scopes(codes: dict[int, Ran]) -> tuple[Scope, ...]:
+def _scopes(codes: dict[int, Called]) -> tuple[Scope, ...]:
     """The functions that ran; of installed packages, closures and defaults belong to decorators and
     do not change."""
     own = [one for one in codes.values() if not is_inside(_file(one.code, one.names))]
