@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from graphaccel import __version__
+from graphaccel.cli.bench import add_benchmark
 from graphaccel.cli.output import drop_output, flushed
 from graphaccel.cli.pin_options import add_pins, pin_pairs, pins_of
 from graphaccel.cli.train import add_train
@@ -95,6 +96,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_plan(commands)
     _add_run(commands)
     add_train(commands)
+    add_benchmark(commands)
     _add_tokenize(commands)
     _add_calibrate(commands)
     doctor = commands.add_parser("doctor", help="what is installed, what is missing, its cost")
@@ -191,8 +193,9 @@ def _add_outputs(plan: argparse.ArgumentParser) -> None:
     out.add_argument(
         "--sweep",
         type=sweep_sizes,
-        metavar="AXIS=SIZES",
-        help="a table of plans instead of one: devices=8,16,32, batch=... or sequence=...",
+        metavar="NAME=VALUES",
+        help="a table of plans instead of one: devices=8,16,32, batch=..., sequence=..., or "
+        'combinations of pins: "zero=0,1 tensor=1,2"',
     )
     out.add_argument(
         "--price", type=price, metavar="X", help="with --sweep: of one device for an hour"
@@ -217,6 +220,7 @@ def _add_tokenize(commands: Commands) -> None:
     add("--end", metavar="TOKEN", help="put behind each document, e.g. '<|endoftext|>'")
     add("--workers", type=positive, default=1, metavar="N", help="processes (1)")
     add("--skip-bad-lines", action="store_true", help="go on after them; they are counted")
+    add("--split-sentences", action="store_true", help="a sequence for each sentence")
     tokenize.set_defaults(run_command=_tokenize)
 
 
@@ -231,6 +235,7 @@ def _tokenize(arguments: argparse.Namespace) -> int:
         end=arguments.end,
         workers=arguments.workers,
         skip_bad_lines=arguments.skip_bad_lines,
+        split_sentences=arguments.split_sentences,
     )
     print(
         f"{arguments.output}.bin: {written.documents:,} documents, {written.tokens:,} tokens; "
@@ -360,7 +365,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.sweep is not None:
         _check_sweep(arguments)
     elif arguments.price is not None:
-        arguments.usage_error("--price is for the table of --sweep AXIS=SIZES: give both")
+        arguments.usage_error("--price is for the table of --sweep NAME=VALUES: give both")
     if arguments.export is not None:
         beside = {
             "--format json": arguments.format == "json",

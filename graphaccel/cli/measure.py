@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from torch import nn
 import graphaccel
 from graphaccel.api import cluster_here
 from graphaccel.capture.batch import Batch, resized
-from graphaccel.capture.export.export import OUTSIDE, find_loss
+from graphaccel.capture.export.export import OUTSIDE, find_loss, with_loss
 from graphaccel.capture.export.outputs import flatten_output
 from graphaccel.cli.jobs import Job, find_job
 from graphaccel.errors import GraphMisuse
@@ -55,16 +56,52 @@ def measure(
     fails (its own error is on stderr); TooManyDevices (GA205).
     """
     check_here(plan.cluster, plan.devices)
+    run = run_apart(target, plan, batch, steps)
+    return Measured(
+        steps=steps,
+        seconds=statistics.median(run.seconds),
+        fastest=min(run.seconds),
+        slowest=max(run.seconds),
+        memory=run.memory,
+        host=run.host,
+        where=machine(plan.devices),
+        optimizer=statistics.median(run.optimizer),
+    )
+
+
+@dataclass(frozen=True)
+class Run:
+    """Seconds of each step on the slowest rank, of the optimizer's step alone, and the peak bytes
+    on device and host of each pipeline rank."""
+
+    seconds: tuple[float, ...]
+    optimizer: tuple[float, ...]
+    memory: tuple[int, ...]
+    host: tuple[int, ...]
+
+
+def run_apart(
+    target: tuple[Path, str | None],
+    plan: Plan | None,
+    batch: tuple[int, Mapping[int, int]] | None,
+    steps: int,
+) -> Run:
+    """Run `steps` steps of a plan, or of plain PyTorch on one device, in processes of their own.
+
+    batch: as for `measure`. Raises GraphMisuse (GA407) for a run that fails.
+    """
+    devices = 1 if plan is None else plan.devices
     with tempfile.TemporaryDirectory(prefix="graphaccel_") as folder:
-        saved, out = Path(folder, "plan.json"), Path(folder, "measured.json")
-        plan.save(saved)
+        out = Path(folder, "measured.json")
         file, function = target
-        job = [str(file), *(["--function", function] if function else [])]
-        sizes = (
-            ["--batch", json.dumps([batch[0], [*batch[1].items()]])] if batch is not None else []
-        )
-        worker = [*job, *sizes, "--plan", str(saved), "--steps", str(steps), "--out", str(out)]
-        launcher = [sys.executable, "-m", "graphaccel.runtime.launch", str(plan.devices)]
+        worker = [str(file), *(["--function", function] if function else [])]
+        if batch is not None:
+            worker += ["--batch", json.dumps([batch[0], [*batch[1].items()]])]
+        if plan is not None:
+            plan.save(Path(folder, "plan.json"))
+            worker += ["--plan", str(Path(folder, "plan.json"))]
+        worker += ["--steps", str(steps), "--out", str(out)]
+        launcher = [sys.executable, "-m", "graphaccel.runtime.launch", str(devices)]
         code = subprocess.run(
             [*launcher, sys.executable, "-u", "-m", "graphaccel.cli.measure", *worker],
             stdout=subprocess.DEVNULL,
@@ -73,17 +110,7 @@ def measure(
         ).returncode
         if code:
             raise GraphMisuse(what=f"the measured run ended with exit code {code}")
-        result = json.loads(out.read_text())
-    return Measured(
-        steps=steps,
-        seconds=statistics.median(result["seconds"]),
-        fastest=min(result["seconds"]),
-        slowest=max(result["seconds"]),
-        memory=tuple(result["memory"]),
-        host=tuple(result["host"]),
-        where=_machine(plan.devices),
-        optimizer=statistics.median(result["optimizer"]),
-    )
+        return Run(**{name: tuple(values) for name, values in json.loads(out.read_text()).items()})
 
 
 def check_here(cluster: str, devices: int) -> None:
@@ -105,7 +132,8 @@ def _device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _machine(devices: int) -> str:
+def machine(devices: int) -> str:
+    """What a run was on, in words."""
     if _device().type == "cuda":
         return f"{devices} x {torch.cuda.get_device_name()}"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -161,17 +189,13 @@ def _work(args: argparse.Namespace) -> None:
     batch = random_batch(batch)
     inputs, named = batch.rebuild(batch.leaves)
     model, optimizer = job.model, job.optimizer
-    plan = Plan.from_json(args.plan.read_text())
-    graphaccel.optimize(  # type: ignore[call-overload]
-        model, optimizer, loss_fn=job.loss_fn, plan=plan, batch_dims=job.batch_dims
-    )
+    forward = _prepared(args.plan, job)
     outside = job.loss_fn == OUTSIDE
     del job, batch  # their tensors are not part of a training step
 
     def run() -> None:
-        if optimizer is not None:
-            optimizer.zero_grad()
-        _loss_in(model(*inputs, **named), outside).backward()
+        (model if optimizer is None else optimizer).zero_grad()
+        _loss_in(forward(*inputs, **named), outside).backward()
 
     def step() -> None:
         run()
@@ -184,20 +208,39 @@ def _work(args: argparse.Namespace) -> None:
     changing = [0.0]
     if optimizer is not None:
         changing = [_timed(optimizer.step, before=run) for _ in range(_APART)]
+    _write(args, (seconds, changing, *_peaks(step, model)))
+
+
+def _prepared(file: Path | None, job: Job) -> Callable[..., Any]:
+    """The model under the plan of a file, as the training loop calls it; without one as it is."""
+    if file is not None:
+        graphaccel.optimize(  # type: ignore[call-overload]
+            job.model, job.optimizer, loss_fn=job.loss_fn, plan=Plan.from_json(file.read_text()),
+            batch_dims=job.batch_dims,
+        )  # fmt: skip
+        return job.model
+    if job.loss_fn is None or job.loss_fn == OUTSIDE:
+        return job.model
+    return with_loss(job.model, job.loss_fn)
+
+
+def _write(args: argparse.Namespace, mine: tuple[list[float], list[float], int, int]) -> None:
+    """Write what this rank and the others measured, from rank 0."""
     rank = int(os.environ.get("RANK", "0"))
-    stage = coordinates(plan.sizes, rank)["pipeline"]
-    mine = stage, seconds, changing, *_peaks(step, model)
-    everyone: list[Any] = [mine] * plan.devices
-    if plan.devices > 1:
-        dist.all_gather_object(everyone, mine)
+    plan = None if args.plan is None else Plan.from_json(args.plan.read_text())
+    stage = 0 if plan is None else coordinates(plan.sizes, rank)["pipeline"]
+    own = stage, *mine
+    everyone: list[Any] = [own] * (1 if plan is None else plan.devices)
+    if len(everyone) > 1:
+        dist.all_gather_object(everyone, own)
     if rank == 0:
         slowest, stepping = (
             [max(times) for times in zip(*(one[place] for one in everyone), strict=True)]
             for place in (1, 2)
         )
+        stages = range(1 if plan is None else plan.pipeline)
         memory, host = (
-            [max(one[place] for one in everyone if one[0] == n) for n in range(plan.pipeline)]
-            for place in (3, 4)
+            [max(one[place] for one in everyone if one[0] == n) for n in stages] for place in (3, 4)
         )
         said = {"seconds": slowest, "optimizer": stepping, "memory": memory, "host": host}
         args.out.write_text(json.dumps(said))
@@ -237,7 +280,8 @@ def _peaks(step: Callable[[], None], model: nn.Module) -> tuple[int, int]:
     kinds = (torch.Tensor, nn.Parameter)
     cuda = torch.cuda.is_available()
     resident = (x for x in gc.get_objects() if type(x) in kinds and not cuda)
-    meter = PeakMeter(resident, host=model.graphaccel.host_tensors())  # type: ignore[operator, union-attr]
+    handle: Any = getattr(model, "graphaccel", None)
+    meter = PeakMeter(resident, host=handle.host_tensors() if handle is not None else ())
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     with meter:  # nothing here may hold what the step frees
@@ -250,7 +294,7 @@ def _main() -> int:
     parser.add_argument("file", type=Path)
     parser.add_argument("--function")
     parser.add_argument("--batch", help="JSON of the size, and of pairs of leaf and dim")
-    parser.add_argument("--plan", type=Path, required=True)
+    parser.add_argument("--plan", type=Path, help="else plain PyTorch")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--out", type=Path, required=True)
     _work(parser.parse_args())

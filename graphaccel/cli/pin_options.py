@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Collection
+import difflib
+from collections.abc import Callable, Collection, Mapping
+from itertools import product
 from typing import Any
 
 from graphaccel.planner.plan.option_values import byte_count, positive
@@ -56,6 +58,37 @@ def pin_pairs(text: str) -> dict[str, Any]:
                 int(value) if value.lstrip("-").isdecimal() else _WORDS.get(value, value)
             )
     return results
+
+
+def pin_grid(text: str, others: Collection[str] = ()) -> tuple[dict[str, Any], ...]:
+    """Every combination of "zero=0,1 tensor=1,2": {"zero": 0, "tensor": 1} and three more.
+
+    others: names that are no pins, and could have been meant.
+    """
+    columns = []
+    for part in text.split():
+        name, _, values = part.partition("=")
+        known = [each for each, pin in PINS.items() if pin.option is not None]
+        if name not in known:
+            names = [*others, *known]
+            close = difflib.get_close_matches(name, names, cutoff=0.5) or names
+            what = "is no axis of a sweep and no pin" if others else "is no pin"
+            raise argparse.ArgumentTypeError(f"{name!r} {what}; there are {', '.join(close)}")
+        columns.append([pin_pairs(f"{name}={value}") for value in values.split(",")])
+    if not columns:
+        raise argparse.ArgumentTypeError('nothing to sweep over; write "zero=0,1 tensor=1,2"')
+    return tuple({k: v for one in row for k, v in one.items()} for row in product(*columns))
+
+
+def pins_text(pins: Mapping[str, Any]) -> str:
+    """`zero 1, tensor 2`."""
+    return ", ".join(f"{name} {_shown(value)}" for name, value in pins.items())
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "+".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
 
 
 def _settings(pin: Pin) -> dict[str, Any]:

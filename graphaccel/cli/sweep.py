@@ -1,4 +1,4 @@
-"""`graphaccel plan --sweep`: a plan for each size of an axis, as a table."""
+"""`graphaccel plan --sweep`: a plan for each size of an axis or combination of pins, as a table."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TextIO
 
 from graphaccel.cli.jobs import Job
 from graphaccel.cli.output import writing
+from graphaccel.cli.pin_options import pins_text
 from graphaccel.cli.values import NOTHING_FITS
 from graphaccel.compiler.compiler import Compiler
 from graphaccel.compiler.sweep import Point, sweep
@@ -52,7 +53,8 @@ def sweep_command(
 
 
 def _row(point: Point, price: float | None) -> SweepRow:
+    size = point.size if isinstance(point.size, int) else pins_text(point.size)
     if point.planned is None:
-        return SweepRow(point.size, reason=point.reason)
+        return SweepRow(size, reason=point.reason)
     planned = point.planned
-    return sweep_row(point.size, planned.plan, planned.step, planned.cluster, price)
+    return sweep_row(size, planned.plan, planned.step, planned.cluster, price)

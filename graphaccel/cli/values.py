@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
+from typing import Any
 
+from graphaccel.cli.pin_options import pin_grid
 from graphaccel.errors import error_classes
 from graphaccel.planner.plan.option_values import positive
 
@@ -30,12 +32,12 @@ def machines(text: str) -> str:
     return text
 
 
-def sweep_sizes(text: str) -> tuple[str, tuple[int, ...]]:
-    """("devices", (8, 16)) of "devices=8,16"."""
+def sweep_sizes(text: str) -> tuple[str, tuple[Any, ...]]:
+    """("devices", (8, 16)) of "devices=8,16"; ("pins", ({"zero": 0}, {"zero": 1})) of "zero=0,1",
+    a combination of pins each."""
     axis, _, sizes = text.partition("=")
     if axis not in SWEEP_AXES:
-        known = ", ".join(SWEEP_AXES)
-        raise argparse.ArgumentTypeError(f"{axis!r} is no axis of a sweep; there are {known}")
+        return "pins", pin_grid(text, SWEEP_AXES)
     return axis, tuple(positive(size) for size in sizes.split(","))
 
 

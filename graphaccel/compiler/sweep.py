@@ -1,9 +1,10 @@
-"""Plan a model for several numbers of devices, batch sizes or sequence lengths."""
+"""Plan a model for several numbers of devices, batch sizes, sequence lengths, or pins."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from graphaccel.capture.batch import Batch, resized, sequence_leaves, sequence_matrices
 from graphaccel.compiler.compiler import Compiler, Planned
@@ -15,7 +16,7 @@ from graphaccel.planner.cluster.cluster import Cluster
 class Point:
     """One size of the axis. planned: None where there is no plan, and then `reason` says why."""
 
-    size: int
+    size: int | Mapping[str, Any]
     planned: Planned | None
     reason: str = ""
 
@@ -24,12 +25,13 @@ def sweep(
     compiler: Compiler,
     batch: Batch,
     axis: str,
-    sizes: Sequence[int],
+    sizes: Sequence[Any],
     cluster: Callable[[int], Cluster],
 ) -> Iterator[Point]:
     """A plan for each size, in the given order.
 
-    axis: "devices", "batch" or "sequence". cluster: the hardware with so many devices.
+    axis: "devices", "batch", "sequence", or "pins", whose sizes are pins by name. cluster: the
+        hardware with so many devices.
 
     Raises GraphMisuse (GA407) for the sequence of a model without one, and what capture raises for
     the batch as it is given.
@@ -40,6 +42,8 @@ def sweep(
         try:
             if axis == "devices":
                 own = compiler.on(cluster(size))
+            elif axis == "pins":
+                own = compiler.with_pins({**compiler.pins, **size})
             elif axis == "batch":
                 given = compiler.of_size(batch, size)
             elif resize is not None:  # a plan is for the sequence of its capture

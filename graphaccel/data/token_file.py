@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate, islice, repeat
 from pathlib import Path
 from types import TracebackType
 
@@ -84,12 +85,18 @@ class TokenWriter:
             self._lengths.append(len(tokens))
         self._documents.append(len(self._lengths))
 
-    def add_many(self, tokens: np.ndarray, lengths: Iterable[int]) -> None:
-        """Add documents of one sequence each, whose tokens stand one after the other."""
+    def add_many(
+        self, tokens: np.ndarray, lengths: Iterable[int], sequences: Iterable[int] | None = None
+    ) -> None:
+        """Add documents whose tokens stand one after the other.
+
+        lengths: of each sequence. sequences: of each document; one each by default.
+        """
         self._file.write(as_tokens(tokens, self.dtype, self.prefix).tobytes())
-        for length in lengths:
-            self._lengths.append(length)
-            self._documents.append(len(self._lengths))
+        before = len(self._lengths)
+        self._lengths.extend(lengths)
+        added = repeat(1, len(self._lengths) - before) if sequences is None else sequences
+        self._documents.extend(islice(accumulate(added, initial=before), 1, None))
 
     def close(self) -> None:
         """Write the index, and give both files their names."""

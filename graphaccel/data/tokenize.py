@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from graphaccel.data.sentences import sentences_of
 from graphaccel.data.token_file import TokenWriter, dtype_for
 from graphaccel.errors import BadData
 from graphaccel.progress import progress
@@ -44,16 +45,19 @@ class _Chunk:
 class _Tokens:
     tokens: np.ndarray
     lengths: tuple[int, ...]
+    sequences: tuple[int, ...]  # of each document
     bad: tuple[tuple[int, str], ...]  # number of the line, reason
 
 
 @dataclass(frozen=True)
 class _Encoder:
-    """Turns the lines of a chunk into tokens. file: of the tokenizer; end: token of documents."""
+    """Turns the lines of a chunk into tokens. file: of the tokenizer; end: token of documents;
+    split: a sequence for each sentence."""
 
     file: str
     key: str
     end: int | None
+    split: bool
 
     def __call__(self, chunk: _Chunk) -> tuple[_Chunk, _Tokens]:
         texts, bad = [], []
@@ -62,11 +66,16 @@ class _Encoder:
                 texts.append(_text(line, self.key))
             except ValueError as error:
                 bad.append((number, str(error)))
-        tail = [] if self.end is None else [self.end]
-        rows = [[*row.ids, *tail] for row in _tokenizer(self.file).encode_batch_fast(texts)]
+        parts = [sentences_of(text) if self.split else [text] for text in texts]
+        sequences = tuple(map(len, parts))
+        flat_texts = list(itertools.chain.from_iterable(parts))
+        rows = [row.ids for row in _tokenizer(self.file).encode_batch_fast(flat_texts)]
+        if self.end is not None:
+            for last in itertools.accumulate(sequences):
+                rows[last - 1] = [*rows[last - 1], self.end]
         lengths = tuple(map(len, rows))
         flat = np.fromiter(itertools.chain.from_iterable(rows), np.int64, sum(lengths))
-        return replace(chunk, lines=()), _Tokens(flat, lengths, tuple(bad))
+        return replace(chunk, lines=()), _Tokens(flat, lengths, sequences, tuple(bad))
 
 
 @lru_cache(maxsize=1)
@@ -85,6 +94,7 @@ def tokenize(
     end: str | None = None,
     workers: int = 1,
     skip_bad_lines: bool = False,
+    split_sentences: bool = False,
 ) -> Written:
     """Write the tokens of JSON lines to `PREFIX.bin` and `PREFIX.idx`, a document a line, in order.
 
@@ -93,13 +103,14 @@ def tokenize(
     end: a token, e.g. "<|endoftext|>", to put behind each document.
     workers: processes that tokenize; 1 does it in this one.
     skip_bad_lines: go on after a line that is no JSON object with a text, and count it.
+    split_sentences: a sequence for each sentence of a document, for `SentencePairs`.
 
     Raises BadData (GA417), with file and line number, for such a line, for a tokenizer that is not
     there, and for an end token that it does not have.
     """
     started = time.perf_counter()
     file = _tokenizer_file(Path(tokenizer))
-    encoder = _Encoder(str(file), key, _end_token(file, end))
+    encoder = _Encoder(str(file), key, _end_token(file, end), split_sentences)
     count = Written(0, 0, 0)
     with (
         TokenWriter(prefix, dtype_for(_tokenizer(str(file)).get_vocab_size())) as writer,
@@ -108,9 +119,9 @@ def tokenize(
         for chunk, result in each(encoder, _chunks(map(Path, paths))):
             if result.bad and not skip_bad_lines:
                 raise bad_line(chunk.path, *result.bad[0])
-            writer.add_many(result.tokens, result.lengths)
+            writer.add_many(result.tokens, result.lengths, result.sequences)
             count = Written(
-                count.documents + len(result.lengths),
+                count.documents + len(result.sequences),
                 count.tokens + len(result.tokens),
                 count.skipped + len(result.bad),
             )

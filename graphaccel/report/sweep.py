@@ -1,4 +1,4 @@
-"""The table of plans for several numbers of devices, batch sizes or sequence lengths."""
+"""The table of plans for several numbers of devices, batch sizes, sequence lengths, or pins."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _MILLION = 1e6
 
 @dataclass(frozen=True)
 class SweepRow:
-    """The plan of one size. seconds: of a step. rate: tokens (or examples, see `SweepTable.unit`) a
-    second on all devices together. utilisation: model FLOPs utilisation, 0 to 1. peak: bytes on the
-    fullest device. cost: of a million tokens; None without a price. Where no plan exists, `reason`
-    says why, and the other fields are empty."""
+    """The plan of one size: a number, or pins as text. seconds: of a step. rate: tokens (or
+    examples, see `SweepTable.unit`) a second on all devices together. utilisation: model FLOPs
+    utilisation, 0 to 1. peak: bytes on the fullest device. cost: of a million tokens; None without
+    a price. Where no plan exists, `reason` says why, and the other fields are empty."""
 
-    size: int
+    size: int | str
     devices: int = 0
     plan: str = ""
     seconds: float = 0.0
@@ -39,6 +39,11 @@ class SweepRow:
     verdict: str = ""
     cost: float | None = None
     reason: str = ""
+
+    @property
+    def name(self) -> str:
+        """The size for people."""
+        return self.size if isinstance(self.size, str) else f"{self.size:,}"
 
     @property
     def rate_of_device(self) -> float:
@@ -63,7 +68,7 @@ class SweepTable:
 
 
 def sweep_row(
-    size: int, plan: Plan, step: StepGraph, cluster: Cluster, price: float | None
+    size: int | str, plan: Plan, step: StepGraph, cluster: Cluster, price: float | None
 ) -> SweepRow:
     """The row of a plan with a prediction. step: before it is sharded. price: of one device for an
     hour, or None."""
@@ -104,9 +109,9 @@ def sweep_text(table: SweepTable) -> str:
 def _cells(row: SweepRow, table: SweepTable) -> list[str]:
     cost = [] if table.price is None else ["" if row.cost is None else f"{row.cost:.3g}"]
     if row.reason:
-        return [f"{row.size:,}", "-", "", "", "", "", *cost, f"  {row.reason}"]
+        return [row.name, "-", "", "", "", "", *cost, f"  {row.reason}"]
     return [
-        f"{row.size:,}", seconds_text(row.seconds), number_text(row.rate),
+        row.name, seconds_text(row.seconds), number_text(row.rate),
         number_text(row.rate_of_device), f"{row.utilisation:.1%}", format_bytes(row.peak),
         *cost, f"  {row.plan}{'' if row.verdict == 'safe' else f' ({row.verdict})'}",
     ]  # fmt: skip

@@ -13,10 +13,12 @@ from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
 from graphaccel.errors import BadTraining
+from graphaccel.training.settings import PAIRS, TASKS
 
 _CLASSES = {
     "causal-lm": transformers.AutoModelForCausalLM,
     "masked-lm": transformers.AutoModelForMaskedLM,
+    PAIRS: transformers.AutoModelForPreTraining,
     "sequence-classification": transformers.AutoModelForSequenceClassification,
     "seq2seq": transformers.AutoModelForSeq2SeqLM,
     "image-classification": transformers.AutoModelForImageClassification,
@@ -31,10 +33,9 @@ def read_config(model: str, changes: Sequence[tuple[str, str]]) -> PretrainedCon
     """
     path = Path(model)
     try:
-        if path.is_dir() or path.suffix == ".json":
-            config = AutoConfig.from_pretrained(path)
-        else:
-            config = AutoConfig.for_model(model)
+        config = (
+            AutoConfig.from_pretrained(path) if has_files(model) else AutoConfig.for_model(model)
+        )
     except (OSError, ValueError) as error:
         if path.exists():
             raise BadTraining(what=f"`{model}` has no configuration", why=_line(error)) from error
@@ -55,6 +56,14 @@ def read_config(model: str, changes: Sequence[tuple[str, str]]) -> PretrainedCon
     return config
 
 
+def has_files(model: str) -> bool:
+    """Whether a model is a folder or a configuration file. A model type is none, also beside a
+    folder of its name, such as the output of a run."""
+    path = Path(model)
+    is_type = model in transformers.CONFIG_MAPPING and not (path / "config.json").is_file()
+    return not is_type and (path.is_dir() or path.suffix == ".json")
+
+
 def fit_vocabulary(config: PretrainedConfig, model: str, vocabulary: int, length: int) -> None:
     """Give a configuration that stands for no weights the sizes of the data; check the others.
 
@@ -62,7 +71,7 @@ def fit_vocabulary(config: PretrainedConfig, model: str, vocabulary: int, length
 
     Raises BadTraining (GA418) where the model's embedding or position table is smaller.
     """
-    if not Path(model).exists():
+    if not has_files(model):
         config.vocab_size = vocabulary
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             if (getattr(config, name, None) or 0) >= vocabulary:
@@ -71,7 +80,7 @@ def fit_vocabulary(config: PretrainedConfig, model: str, vocabulary: int, length
         raise BadTraining(
             what=f"the tokenizer has {vocabulary:,} tokens, the model's embedding "
             f"{config.vocab_size:,} rows",
-            help_line=f"--tokenizer {model}" if Path(model).is_dir() else
+            help_line=f"--tokenizer {model}" if has_files(model) else
             f"--set vocab_size={vocabulary}",
         )  # fmt: skip
     positions = getattr(config, "max_position_embeddings", None)
@@ -90,7 +99,7 @@ def forward_of(task: str, config: PretrainedConfig) -> Callable[..., Any]:
 def _class(task: str, config: PretrainedConfig) -> type[nn.Module]:
     kind = _CLASSES[task]
     if type(config) not in kind._model_mapping:
-        fitting = [t for t, c in _CLASSES.items() if type(config) in c._model_mapping]
+        fitting = [t for t in TASKS if type(config) in _CLASSES[t]._model_mapping]
         raise BadTraining(
             what=f"transformers has no `{config.model_type}` for {task}",
             help_line=f"--task {' | '.join(fitting)}" if fitting else "",
@@ -122,7 +131,7 @@ def labels_of(config: PretrainedConfig, names: Sequence[str]) -> None:
 
 def known_labels(config: PretrainedConfig, model: str) -> Mapping[str, int] | None:
     """Numbers of the classes of a model that has been trained on some; None for a new one."""
-    known = config.label2id if Path(model).is_dir() else None
+    known = config.label2id if has_files(model) else None
     return {str(name): int(number) for name, number in known.items()} if known else None
 
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.data import Subset
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
-from graphaccel.data.packed import PackedTokens
 from graphaccel.errors import BadTraining
 from graphaccel.training import images, models, text
-from graphaccel.training.settings import Settings
+from graphaccel.training.settings import Settings, model_task
 from graphaccel.training.table import Table
 
 _TEXTS = {"sequence-classification": ("text", "label"), "seq2seq": ("source", "target")}
@@ -50,25 +50,16 @@ def token_files(settings: Settings) -> None:
     tokenizer = text.load_tokenizer(settings)
     for paths, name in ((settings.data, "train"), (settings.validation, "validation")):
         if paths:
-            text.packed_rows(settings, paths, tokenizer, name)
+            text.token_rows(settings, paths, tokenizer, name)
 
 
 def _of_tokens(
     settings: Settings, config: PretrainedConfig, tokenizer: PreTrainedTokenizerFast
 ) -> Rows:
-    known = set(inspect.signature(models.forward_of(settings.task, config)).parameters)
-    names = {"input_ids", "labels"}
-    if settings.reset_documents:
-        needed = {"position_ids", "attention_mask"}
-        if missing := needed - known:
-            raise BadTraining(
-                what=f"a `{config.model_type}` takes no {min(missing)}",
-                help_line="leave --reset-documents out",
-            )
-        names |= needed
-    packed = text.packed_rows(settings, settings.data, tokenizer, "train")
+    names = _inputs(settings, config)
+    packed = text.token_rows(settings, settings.data, tokenizer, "train")
     if settings.validation:
-        other = text.packed_rows(settings, settings.validation, tokenizer, "validation")
+        other = text.token_rows(settings, settings.validation, tokenizer, "validation")
         parts: tuple[Table, Table] = (packed, other)
     else:
         parts = _split_in_order(packed, settings.split)
@@ -76,17 +67,38 @@ def _of_tokens(
     if settings.task == "causal-lm":
         return Rows(train, validation, tokenizer)
     share, seed = settings.mask_probability, settings.seed
+    kept = text.special_tokens(tokenizer).all if settings.next_sentence else ()
     return Rows(
-        text.MaskedTokens(train, tokenizer, share, seed),
-        text.MaskedTokens(validation, tokenizer, share, seed),
+        text.MaskedTokens(train, tokenizer, share, seed, kept),
+        text.MaskedTokens(validation, tokenizer, share, seed, kept),
         tokenizer,
     )
 
 
-def _split_in_order(packed: PackedTokens, shares: str) -> tuple[Table, Table]:
-    _shares(shares)
-    train, validation = packed.split(shares)
-    return train, validation
+def _inputs(settings: Settings, config: PretrainedConfig) -> set[str]:
+    """The tensors of a row that the model takes.
+
+    Raises BadTraining (GA418) where it does not take what the settings need.
+    """
+    forward = models.forward_of(model_task(settings), config)
+    known = set(inspect.signature(forward).parameters)
+    needed, option = set[str](), ""
+    if settings.reset_documents:
+        needed, option = {"position_ids", "attention_mask"}, "--reset-documents"
+    if settings.next_sentence:
+        needed = {"next_sentence_label", "token_type_ids", "attention_mask"}
+        option = "--next-sentence"
+    if missing := needed - known:
+        raise BadTraining(
+            what=f"a `{config.model_type}` takes no {min(missing)}", help_line=f"leave {option} out"
+        )
+    return {"input_ids", "labels"} | needed
+
+
+def _split_in_order(rows: Any, shares: str) -> tuple[Table, Table]:
+    first, second = _shares(shares)
+    cut = round(first / (first + second) * len(rows))
+    return Subset(rows, range(cut)), Subset(rows, range(cut, len(rows)))
 
 
 def _of_examples(

@@ -18,7 +18,7 @@ from graphaccel.training.batch import batch_pins
 from graphaccel.training.metrics import MetricsFile
 from graphaccel.training.models import make_model, read_config
 from graphaccel.training.rows import Rows, make_rows
-from graphaccel.training.settings import Settings
+from graphaccel.training.settings import Settings, model_task
 from graphaccel.training.table import FirstRows
 
 _CLASSES = ("sequence-classification", "image-classification")
@@ -35,7 +35,7 @@ def train(settings: Settings, pins: Mapping[str, Any], devices: int) -> dict[str
     transformers.set_seed(settings.seed)
     config = read_config(settings.model, settings.model_settings)
     rows = make_rows(settings, config)
-    model = make_model(settings.task, settings.model, config)
+    model = make_model(model_task(settings), settings.model, config)
     batch = settings.global_batch // settings.gradient_accumulation
     planned = {**pins, **batch_pins(settings, pins, devices), "devices": devices}
     validation = rows.validation

@@ -12,6 +12,8 @@ from typing import Any
 from graphaccel.errors import BadTraining
 from graphaccel.planner.plan.option_values import positive
 
+PAIRS = "next-sentence"
+"""The kind of model for masked-lm with `next_sentence`."""
 TASKS = ("causal-lm", "masked-lm", "sequence-classification", "seq2seq", "image-classification")
 _BATCH = "batch: global = micro x data ranks x microbatches x accumulation"
 DECAYS = ("cosine", "linear", "constant")
@@ -102,8 +104,17 @@ class Settings:
         action="store_true",
     )
     mask_probability: float = _option(
-        "data", "masked-lm: share of tokens to predict (0.15)", 0.15, type=_share, metavar="P"
-    )
+        "data", "masked-lm: share of tokens to predict (0.15)", 0.15, type=_share, metavar="P",
+        also=("--mask-prob",),
+    )  # fmt: skip
+    next_sentence: bool = _option(
+        "data", "masked-lm: pairs, and whether the second follows the first, as BERT", False,
+        action="store_true",
+    )  # fmt: skip
+    short_sequence_probability: float = _option(
+        "data", "next-sentence: share of shorter pairs (0.1)", 0.1, type=_share, metavar="P",
+        also=("--short-seq-prob",),
+    )  # fmt: skip
     skip_bad_lines: bool = _option(
         "data", "go on after lines that are no JSON; they are counted", False, action="store_true"
     )
@@ -178,6 +189,11 @@ class Settings:
     metrics: Path | None = _option(  # noqa: RUF009
         "evaluation and log", "JSON lines with what is logged", type=Path, metavar="FILE"
     )
+
+
+def model_task(settings: Settings) -> str:
+    """The task that the model is made for."""
+    return PAIRS if settings.next_sentence else settings.task
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
@@ -283,6 +299,11 @@ def _check(settings: Settings) -> None:
         raise BadTraining(
             what="`warmup_steps` and `warmup_fraction` are both given",
             help_line=f"--warmup-steps {settings.warmup_steps}",
+        )
+    if settings.next_sentence and (settings.task != "masked-lm" or settings.reset_documents):
+        raise BadTraining(
+            what="`next_sentence` is for the task masked-lm, without reset_documents",
+            help_line="--task masked-lm --next-sentence",
         )
     if settings.min_learning_rate and settings.decay != "cosine":
         raise BadTraining(

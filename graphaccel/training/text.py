@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerFast
 
 from graphaccel.data.packed import PackedTokens
+from graphaccel.data.sentences import SentencePairs, SpecialTokens
 from graphaccel.data.token_file import TokenFile
 from graphaccel.data.tokenize import bad_line, tokenize
 from graphaccel.errors import BadData, BadTraining
@@ -22,6 +23,17 @@ from graphaccel.training.table import Table
 
 IGNORED = -100
 END = "<|endoftext|>"
+_USUAL_NAMES = {
+    "bos_token": (END, "<s>"),
+    "eos_token": (END, "</s>"),
+    "pad_token": ("<pad>", "[PAD]"),
+    "mask_token": ("<mask>", "[MASK]"),
+    "cls_token": ("<cls>", "[CLS]", "<s>"),
+    "sep_token": ("<sep>", "[SEP]", "</s>"),
+    "unk_token": ("<unk>", "[UNK]"),
+}
+_WORTH_A_PROCESS = 16 << 20
+"""Bytes of text."""
 
 
 def load_tokenizer(settings: Settings) -> PreTrainedTokenizerFast:
@@ -42,10 +54,23 @@ def load_tokenizer(settings: Settings) -> PreTrainedTokenizerFast:
     if place.is_dir() and (place / "tokenizer_config.json").is_file():
         result = PreTrainedTokenizerFast.from_pretrained(place)
     else:
-        result = PreTrainedTokenizerFast(tokenizer_file=str(file))
+        result = _with_names(PreTrainedTokenizerFast(tokenizer_file=str(file)))
     if result.pad_token is None:
         result.pad_token = result.eos_token or next(iter(result.get_vocab()))
     return result
+
+
+def _with_names(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    """The tokenizer of a bare `tokenizer.json`, with its special tokens, by their usual
+    names."""
+    known = tokenizer.get_vocab()
+    by_role = {
+        role: next((name for name in names if name in known), None)
+        for role, names in _USUAL_NAMES.items()
+        if getattr(tokenizer, role) is None
+    }
+    tokenizer.add_special_tokens({role: name for role, name in by_role.items() if name})
+    return tokenizer
 
 
 def _bytes() -> PreTrainedTokenizerFast:
@@ -63,9 +88,9 @@ def _bytes() -> PreTrainedTokenizerFast:
     )  # fmt: skip
 
 
-def packed_rows(
+def token_rows(
     settings: Settings, paths: Sequence[str], tokenizer: PreTrainedTokenizerFast, name: str
-) -> PackedTokens:
+) -> PackedTokens | SentencePairs:
     """Rows of `settings.length` tokens of token files, or of JSON lines that are tokenized first.
 
     name: of the token file that is written into the output folder, unless it is newer than the
@@ -78,8 +103,8 @@ def packed_rows(
                 what="more than one file of tokens is given",
                 help_line=f"--data {paths[0]} (or the JSON lines of all of them)",
             )
-        return _packed(settings, paths[0])
-    prefix = settings.output / name
+        return _rows(settings, tokenizer, paths[0])
+    prefix = settings.output / (f"{name}-sentences" if settings.next_sentence else name)
     if not _newer(prefix, lines):
         settings.output.mkdir(parents=True, exist_ok=True)
         tokenizer.save_pretrained(settings.output)
@@ -87,14 +112,36 @@ def packed_rows(
             lines,
             settings.output,
             prefix,
-            end=str(tokenizer.eos_token) if tokenizer.eos_token else None,
-            workers=min(8, os.cpu_count() or 1),
+            end=_end(settings, tokenizer),
+            workers=_workers(lines),
             skip_bad_lines=settings.skip_bad_lines,
+            split_sentences=settings.next_sentence,
         )
-    return _packed(settings, prefix)
+    return _rows(settings, tokenizer, prefix)
 
 
-def _packed(settings: Settings, prefix: str | Path) -> PackedTokens:
+def _end(settings: Settings, tokenizer: PreTrainedTokenizerFast) -> str | None:
+    given = None if settings.next_sentence else tokenizer.eos_token
+    return str(given) if given else None
+
+
+def _workers(files: Sequence[Path]) -> int:
+    """Processes that tokenize: to start one takes as long as some megabytes do."""
+    size = sum(file.stat().st_size for file in files if file.is_file())
+    return max(1, min(8, os.cpu_count() or 1, size // _WORTH_A_PROCESS))
+
+
+def _rows(
+    settings: Settings, tokenizer: PreTrainedTokenizerFast, prefix: str | Path
+) -> PackedTokens | SentencePairs:
+    if settings.next_sentence:
+        return SentencePairs(
+            TokenFile(prefix),
+            settings.length,
+            special_tokens(tokenizer),
+            short=settings.short_sequence_probability,
+            seed=settings.seed,
+        )
     masked, causal = settings.reset_documents, settings.task == "causal-lm"
     return PackedTokens(TokenFile(prefix), settings.length, masked=masked, causal=causal)
 
@@ -104,6 +151,22 @@ def _newer(prefix: Path, sources: Sequence[Path]) -> bool:
     if not written.is_file() or not all(source.is_file() for source in sources):
         return False
     return written.stat().st_mtime > max(source.stat().st_mtime for source in sources)
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerFast) -> SpecialTokens:
+    """The tokens around pairs of sentences; one that ends documents stands for those missing.
+
+    Raises BadTraining (GA418) where there is none of them.
+    """
+    other: Any = tokenizer.eos_token_id
+    given: Any = tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.pad_token_id
+    ids = [other if token is None else token for token in given]
+    if None in ids:
+        raise BadTraining(
+            what="the tokenizer has no tokens to begin and to separate sentences with",
+            help_line="--tokenizer bytes, or one with cls_token and sep_token",
+        )
+    return SpecialTokens(*ids)
 
 
 @dataclass(frozen=True)
@@ -125,15 +188,23 @@ class MaskedTokens(Dataset):
     the mask token, 10 % another one, 10 % unchanged. The choice depends on seed, epoch and row
     alone: it is the same on every rank, and in a run that resumes.
 
+    kept: tokens that are never to be predicted, such as padding.
+
     Raises BadTraining (GA418) where the tokenizer has no mask token.
     """
 
     def __init__(
-        self, rows: Table, tokenizer: PreTrainedTokenizerFast, share: float, seed: int
+        self,
+        rows: Table,
+        tokenizer: PreTrainedTokenizerFast,
+        share: float,
+        seed: int,
+        kept: Sequence[int] = (),
     ) -> None:
         if tokenizer.mask_token_id is None:
             raise BadTraining(what="the tokenizer has no mask token", help_line="--tokenizer bytes")
         self.rows, self.share, self.seed, self.epoch = rows, share, seed, 0
+        self._kept = torch.tensor(kept, dtype=torch.int64)
         self._mask, self._words = torch.tensor(tokenizer.mask_token_id), len(tokenizer)
 
     def set_epoch(self, epoch: int) -> None:
@@ -147,9 +218,11 @@ class MaskedTokens(Dataset):
         given = dict(self.rows[row])
         ids = given["input_ids"]
         generator = torch.Generator().manual_seed(hash((self.seed, self.epoch, row)) % 2**63)
-        chosen = torch.rand(ids.shape, generator=generator) < self.share
+        words = ~torch.isin(ids, self._kept)
+        chosen = (torch.rand(ids.shape, generator=generator) < self.share) & words
         if not chosen.any():  # a row without a token to predict has no loss
-            chosen[torch.randint(len(ids), (1,), generator=generator)] = True
+            places = words.nonzero()[:, 0]
+            chosen[places[torch.randint(len(places), (1,), generator=generator)]] = True
         how = torch.rand(ids.shape, generator=generator)
         others = torch.randint(self._words, ids.shape, generator=generator)
         masked = torch.where(how < 0.8, self._mask, torch.where(how < 0.9, others, ids))

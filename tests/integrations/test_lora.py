@@ -97,7 +97,8 @@ def test_memory_is_predicted_for_adapters_only() -> None:
     optimizer = torch.optim.AdamW(trained(model), lr=0.05)
     graphaccel.optimize(model, optimizer, devices=1)
     rows = Lines(4, seed=5).ids
-    model(input_ids=rows, labels=rows).loss.backward()
+    loss = model(input_ids=rows, labels=rows).loss
+    loss.backward()
     held = [p for p in model.parameters() if p.grad is not None]
     assert {id(p) for p in held} == {id(p) for p in trained(model)}
     optimizer.step()
@@ -106,6 +107,11 @@ def test_memory_is_predicted_for_adapters_only() -> None:
     assert measured == 2 * sum(p.numel() * p.element_size() for p in trained(model))
     (predicted,) = model.graphaccel.plan.prediction.memory
     assert predicted.optimizer == measured
+    # What is still there after a step: weights, optimizer state, gradients, the batch (twice: as
+    # labels, too) and the loss.
+    gradients = predicted.phases.save - predicted.parameter - predicted.optimizer
+    gradients -= 2 * rows.nbytes + loss.nbytes
+    assert gradients == sum(p.grad.nbytes for p in held) == sum(p.nbytes for p in trained(model))
 
 
 def _fine_tuned(kind: type, folder: str, resume: str | None = None, **more: Any) -> Any:
