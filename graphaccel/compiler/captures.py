@@ -36,10 +36,12 @@ from graphaccel.compiler.capture_context import without_autocast
 from graphaccel.compiler.input_checks import refuse_empty
 from graphaccel.compiler.model import Model, follow_attributes, without_data
 from graphaccel.errors import GraphAccelError, StateFrozen, Unsupported
+from graphaccel.guards.effects import effect_text
 from graphaccel.guards.guards import Guards
 from graphaccel.guards.numbers import named_as_inputs
 from graphaccel.guards.places import Place, places
 from graphaccel.guards.refusals import too_many
+from graphaccel.guards.system import Question
 from graphaccel.ir.replication.unfold import input_nodes
 from graphaccel.progress import progress
 
@@ -70,6 +72,7 @@ class Captures:
         self._skeleton: nn.Module | None = None
         self._kept: dict[int, _Kept] = {}
         self._fixed: set[str] = set()  # numbers that cannot be inputs
+        self._said: set[Question] = set()
 
     def of(
         self, batch: Batch, *, training: bool = True, fixed: bool = False
@@ -244,7 +247,12 @@ class Captures:
     def _observed(self, batch: Batch, training: bool) -> Observed:
         built = self._faked(batch, training)[1]
         with self._capturing():
-            return observe(partial(self._fresh, training), built, self.model.loss_fn, MANY)
+            observed = observe(partial(self._fresh, training), built, self.model.loss_fn, MANY)
+        for effect in observed.reads.effects:
+            if effect not in self._said:
+                self._said.add(effect)
+                progress("note", effect_text(type(self.model.module), effect), 0.0)
+        return observed
 
     @contextmanager
     def _capturing(self) -> Iterator[None]:

@@ -10,24 +10,34 @@ from graphaccel.errors.messages import Location, Message, columns
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class TensorBranch(GraphAccelError):
-    """The model branches on the value of a tensor. assertion: whether an `assert` does."""
+    """The model branches on the value of a tensor. assertion: whether an `assert` does. number:
+    whether the line only makes a Python number of it."""
 
     code = "GA101"
     module: str
     location: Location | None = None
     others: tuple[Location, ...] = ()
     assertion: bool = False
+    number: bool = False
 
     def message(self) -> Message:
-        line = "make it branch-free:  x = torch.where(condition, a, b)"
+        lines = ("make it branch-free:  x = torch.where(condition, a, b)",)
         if self.assertion:
-            line = "make the check outside of the model, or skip assertions:  python -O train.py"
+            lines = (
+                "make the check outside of the model, or skip assertions:  python -O train.py",
+            )
+        if self.number:
+            lines = (
+                "leave it a tensor:  value = x.max()",
+                "or return it, and read its value in the script:  return output, value",
+            )
+        does = "takes the value of a tensor" if self.number else "branches on the value of a tensor"
         return Message(
-            f"cannot capture {named_module(self.module)}: it branches on the value of a tensor",
+            f"cannot capture {named_module(self.module)}: it {does}",
             self.location,
             note="this becomes a Python value, so the graph would depend on the data",
             why="graphaccel needs one graph for every batch",
-            help=(line,),
+            help=lines,
             others=self.others,
         )
 

@@ -27,7 +27,7 @@ from torch import nn
 
 from graphaccel.errors.messages import Location
 from graphaccel.guards.functions import Called, called_in, functions_of
-from graphaccel.guards.system import Question, asked_of_system
+from graphaccel.guards.system import OPENS, Question, asked_of_system
 
 _OWN = (f"{torch.__path__[0]}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}", "<frozen")
 """Where the source code of torch and graphaccel is."""
@@ -94,9 +94,10 @@ class Reads:
     attributes: class → attribute → the first line that reads it. written: the same for attributes
     of modules that it wrote. missing: attributes that it looked up on tensors that have none.
     scopes: functions that ran. draws: lines that draw from a generator of Python's `random`. seeds:
-    lines that set the state of a torch generator. questions: to files and to the system. noted:
-    classes whose reads are all in `attributes`. roots: what is called besides the model, by name.
-    copies: of the model, which the functions that ran may hold.
+    lines that set the state of a torch generator. questions: to files and to the system. effects:
+    what it prints, logs and writes to files. noted: classes whose reads are all in `attributes`.
+    roots: what is called besides the model, by name. copies: of the model, which the functions that
+    ran may hold.
     """
 
     attributes: dict[Kind, dict[str, Location | None]] = field(default_factory=dict)
@@ -106,9 +107,14 @@ class Reads:
     draws: list[Location] = field(default_factory=list)
     seeds: list[Location] = field(default_factory=list)
     questions: list[Question] = field(default_factory=list)
+    effects: list[Question] = field(default_factory=list)
     noted: set[Kind] = field(default_factory=set)
     roots: dict[str, Any] = field(default_factory=dict, repr=False)
     copies: list[nn.Module] = field(default_factory=list, repr=False)
+
+    def note(self, question: Question) -> None:
+        """Note what the user's code does outside of the process."""
+        (self.questions if question.what == OPENS else self.effects).append(question)
 
     @cached_property
     def names(self) -> frozenset[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -26,10 +26,13 @@ _RUNS = ("socket", "subprocess")
 
 @dataclass(frozen=True)
 class Question:
-    """A line of the user's that asks for what is outside of the process: what it does there."""
+    """A line of the user's that asks for what is outside of the process, or changes it there.
+
+    what: what it does.
+    """
 
     what: str
-    line: Location = field(repr=False)
+    line: Location
 
 
 def asked_of_system(
@@ -41,15 +44,15 @@ def asked_of_system(
     then a frame of Python's.
     """
     if function is io.open:
-        return _caller(frame, ("pathlib",)), OPENS
+        return caller_of(frame, ("pathlib",)), OPENS
     if module in ("posix", "nt") and function.__name__ in _FILE_SYSTEM:
-        return _caller(frame, _BETWEEN), ASKS_FILES
+        return caller_of(frame, _BETWEEN), ASKS_FILES
     if module in _OTHERS:
-        return _caller(frame, _RUNS), ASKS_OTHERS
+        return caller_of(frame, _RUNS), ASKS_OTHERS
     return None
 
 
-def _caller(frame: FrameType, between: tuple[str, ...]) -> FrameType:
+def caller_of(frame: FrameType, between: tuple[str, ...]) -> FrameType:
     """The nearest frame that belongs to none of these modules."""
     while frame.f_back is not None:
         if frame.f_globals.get("__name__", "").partition(".")[0] not in between:

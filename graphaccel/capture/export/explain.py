@@ -56,6 +56,9 @@ _PADDED = (
     "outputs = outputs * inside.unsqueeze(-1); "
     "last = outputs[torch.arange(len(x), device=x.device), lengths - 1]"
 )
+_NUMBER = re.compile(r"\.(item|tolist)\(\)|\b(float|int|bool)\(")
+_BRANCH = re.compile(r"\b(if|elif|while|assert|and|or|not|min|max|range)\b")
+"""What a line has that makes a number of a tensor, and what it has that asks for its value."""
 _STDLIB = f"{sysconfig.get_paths()['stdlib']}{os.sep}"
 
 
@@ -82,7 +85,8 @@ def explained(error: Exception, model: nn.Module, weights: Weights) -> Exception
     if isinstance(error, DataDependentError):
         line = (location.text or "") if location is not None else ""
         asserts = line.lstrip().startswith("assert ")
-        return TensorBranch(module=where, location=location, assertion=asserts)
+        number = bool(_NUMBER.search(line)) and not _BRANCH.search(line)
+        return TensorBranch(module=where, location=location, assertion=asserts, number=number)
     if isinstance(error, Unregistered):
         result = weights.described(error.tensor)
         return UnregisteredWeight(

@@ -8,13 +8,9 @@ meta parameters can all be captured.
 from __future__ import annotations
 
 import inspect
-import io
-import logging
-import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
@@ -35,6 +31,7 @@ from graphaccel.capture.export.no_grad import detach_regions
 from graphaccel.capture.export.one_name import one_name_each
 from graphaccel.capture.export.outputs import UnseenOutput, flatten_output, is_plain
 from graphaccel.capture.export.python_function import put_back
+from graphaccel.capture.export.reports import without_reports
 from graphaccel.capture.export.watch import INSIDE, Watch
 from graphaccel.capture.export.weights import Weights
 from graphaccel.capture.state.caches import caches_of, forget_traced, restore_buffers
@@ -51,6 +48,7 @@ from graphaccel.compat.torch.export import (
 from graphaccel.compat.torch.graphs import graph_module
 from graphaccel.errors import GraphAccelError
 from graphaccel.guards.attributes import values_on
+from graphaccel.guards.effects import output_dropped
 
 OUTSIDE = "outside"
 """Given instead of a loss function: the script computes the loss, whatever the model returns."""
@@ -164,6 +162,7 @@ class _WithLoss(nn.Module):
             parametrizations_computed(),
             assertions_passed(INSIDE),
             distributions_unchecked(),
+            output_dropped(),
             around,
             numbers,
             written_in_place(self.model),
@@ -423,24 +422,3 @@ def _batched_experts(model: nn.Module) -> Iterator[None]:
     finally:
         for module, said in able:
             module.set_experts_implementation(said)
-
-
-@contextmanager
-def without_reports() -> Iterator[None]:
-    """Silence export and fake tensors, which log their own report of a failure and print the graph
-    so far: our error text replaces both."""
-    if os.environ.get("GRAPHACCEL_TRACEBACK") == "full":
-        yield
-        return
-    printed, threshold, graph = io.StringIO(), logging.root.manager.disable, None
-    logging.disable(max(threshold, logging.ERROR))
-    try:
-        with redirect_stderr(printed):
-            yield
-    except Exception as error:
-        graph = getattr(error.__cause__, "partial_fx_graph", None)
-        raise
-    finally:
-        logging.disable(threshold)
-        own = printed.getvalue()
-        sys.stderr.write(own if graph is None else own.replace(f"{graph}\n", ""))

@@ -14,7 +14,13 @@ from graphaccel.capture.state.closures import held_by_module, memory_of
 from graphaccel.compat.torch import pytree
 from graphaccel.compat.torch.modes import TorchDispatchMode
 from graphaccel.errors.messages import Location
-from graphaccel.guards.reads import line_of, paused
+from graphaccel.guards.places import STRUCTURE
+from graphaccel.guards.reads import Reads, kind_of, line_of, paused
+
+_UNLIKELY = 0.7548776662
+"""Part of the numbers that are given as values of tensors: no running mean is at one of these."""
+_MOST = 1000
+"""How many values of tensors a forward gets."""
 
 Path = tuple[str, ...]
 """Attribute names, list indices and dict keys, from a model to something that it holds."""
@@ -23,12 +29,13 @@ Path = tuple[str, ...]
 @dataclass
 class Ops(TorchDispatchMode):
     """Records the operators of one forward, the tensors they compute, and what they read of
-    `before`.
+    `before`. Where the forward asks for the value of a tensor, which has none, it gets a number,
+    the same ones in each forward, so that what it does with numbers can be followed.
 
     before: storage key → tensor, of an earlier forward. names: the operators. computed: storage key
     → tensor. read: storage key in `before` → the first line that reads it. written: lines that
     write to tensors that are neither in `own` (storages of weights, buffers, batch) nor computed by
-    the forward.
+    the forward. asked: how many values of tensors it asked for.
     """
 
     own: frozenset[int] = frozenset()
@@ -37,6 +44,7 @@ class Ops(TorchDispatchMode):
     computed: dict[int, torch.Tensor] = field(default_factory=dict)
     read: dict[int, Location | None] = field(default_factory=dict)
     written: dict[int, Location | None] = field(default_factory=dict)
+    asked: int = 0
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -48,6 +56,8 @@ class Ops(TorchDispatchMode):
             return args[0].device
         kwargs = kwargs or {}
         self.names.append(func)
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return self._number(args[0].dtype)
         given = {memory_of(t) for t in _tensors((args, kwargs))}
         for key in given & self.before.keys() - self.read.keys():
             self.read[key] = line_of(sys._getframe(1))
@@ -62,6 +72,17 @@ class Ops(TorchDispatchMode):
             if key not in given:
                 self.computed[key] = tensor
         return result
+
+    def _number(self, dtype: torch.dtype) -> complex | float | int | bool:
+        """A number for the value of a tensor; True for a condition, which lets an `assert` pass."""
+        self.asked += 1
+        if self.asked > _MOST:  # a loop until a value is small may never end
+            raise RuntimeError("the forward asks for too many values of tensors")
+        if dtype == torch.bool:
+            return True
+        if dtype.is_complex:
+            return complex(self.asked, _UNLIKELY)
+        return self.asked + _UNLIKELY if dtype.is_floating_point else self.asked
 
 
 def kept_by(
@@ -80,6 +101,22 @@ def kept_by(
         and (key := memory_of(held.value)) in computed
         and key not in own
     }
+
+
+def unread_of(model: nn.Module, reads: Reads, kept: Collection[Path] = ()) -> tuple[Path, ...]:
+    """`kept`, and paths to the other attributes of modules that the forward writes and does not
+    read."""
+    results = list(kept)
+    for path, module in model.named_modules():
+        kind = type(module)
+        own = (module._parameters, module._buffers, module._modules, STRUCTURE, {"training"})
+        for name in reads.written.get(kind_of(kind), {}).keys() - reads.of(kind).keys():
+            computed = hasattr(getattr(kind, name, None), "__set__")
+            to = (*filter(None, path.split(".")), name)
+            inside = any(one[: len(to)] == to for one in kept)
+            if not inside and not computed and not any(name in held for held in own):
+                results.append(to)
+    return tuple(results)
 
 
 def name_of(model: nn.Module, key: int) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,10 +21,11 @@ import torch
 from torch import nn
 
 from graphaccel.capture.batch import ARGUMENTS, Batch, CallNumber
-from graphaccel.capture.export.export import LossFn, export_forward, with_loss, without_reports
+from graphaccel.capture.export.export import LossFn, export_forward, with_loss
+from graphaccel.capture.export.reports import without_reports
 from graphaccel.capture.export.watch import Copies
 from graphaccel.capture.layers.runs import find_runs, shortened
-from graphaccel.capture.state.carried import Ops, Path, kept_by, name_of
+from graphaccel.capture.state.carried import Ops, Path, kept_by, name_of, unread_of
 from graphaccel.capture.state.closures import memory_of
 from graphaccel.compat.torch.export import exporting
 from graphaccel.compat.torch.fakes import FakeTensor
@@ -32,6 +33,7 @@ from graphaccel.compat.torch.modules import conversions_checked
 from graphaccel.compat.torch.tensors import version
 from graphaccel.errors import DrawnOutside, GraphAccelError, StateFrozen
 from graphaccel.errors.messages import Location
+from graphaccel.guards.effects import output_dropped
 from graphaccel.guards.lines import call_as_written, location
 from graphaccel.guards.places import Place, objects_of, places
 from graphaccel.guards.reads import Reads, is_library, kind_of, line_of, recorded
@@ -42,6 +44,10 @@ from graphaccel.ir.replication.layers import KEPT
 _UNLIKELY = 0x5EED_0FF0
 """A seed that no model sets: if the forward seeds the generator, its state differs from this
 one."""
+_COLLECTED = (
+    "return what it collects, and collect it in the script:  return loss, value  "
+    "# with graphaccel.optimize(model, optimizer, outputs='all')"
+)
 _CALLER = "graphaccel/runtime/module.py"
 """Where the call of an optimized model arrives."""
 
@@ -51,7 +57,7 @@ class Observed:
     """What a forward read.
 
     written: names of places that the forward writes itself, the same each time. left: where it
-    leaves a new tensor in the model each time without reading it later.
+    leaves a new tensor, or another value, in the model each time without reading it later.
     """
 
     reads: Reads = field(repr=False)
@@ -73,7 +79,7 @@ def observe(fresh: Callable[[], nn.Module], batch: Batch, loss_fn: LossFn, many:
     with _generators_restored():
         model = _few(fresh(), many)
         called = (loss_fn,) if callable(loss_fn) else ()
-        with recorded(objects_of(model, *called)) as reads:
+        with recorded(objects_of(model, *called)) as reads, output_dropped(reads.note):
             ops = Ops()
             run = _run if _run(model, batch, loss_fn, ops) else _exported
             if run is _exported:
@@ -103,7 +109,7 @@ def observe(fresh: Callable[[], nn.Module], batch: Batch, loss_fn: LossFn, many:
         if not ran:  # capture reports the reason
             return Observed(reads, frozenset())
         if watch.steady and not watch.keeps:
-            return Observed(reads, frozenset())
+            return Observed(reads, frozenset(), unread_of(fresh(), reads))
         watch.ran(lambda ops: run(model, batch, loss_fn, ops))
         if watch.reads_kept:
             watch.ran(lambda ops: run(model, batch, loss_fn, ops))
@@ -113,7 +119,7 @@ def observe(fresh: Callable[[], nn.Module], batch: Batch, loss_fn: LossFn, many:
             raise DrawnOutside(
                 module=f"{type(model).__name__}.forward", generator=watch.drew, location=line
             )
-        return Observed(reads, watch.written(), watch.left)
+        return Observed(reads, watch.written(), unread_of(fresh(), reads, watch.left))
 
 
 def _refuse_left_outside(result: Mapping[str, Place], ops: Ops) -> None:
@@ -324,13 +330,15 @@ class _Passes:
             f"count in a buffer:  self.register_buffer('{attribute}', torch.zeros(()))",
             f"or set it from the script, before each step:  model.{name} = step",
         )
+        if isinstance(place.value, (Mapping, Sequence, set)):
+            helps = (_COLLECTED,)
         outside = "hold it in the model, and set it from the script before each step"
         return StateFrozen(
             what=f"`{name}` changes in every forward, which also reads it",
             location=self._write_of(place),
             note="a graph would keep the value of its capture",
             reason="the script's own model does not run: its graph does, and that knows no Python",
-            help_lines=(outside,) if place.shared else helps,
+            help_lines=(outside,) if place.shared and _COLLECTED not in helps else helps,
         )
 
     def _write_of(self, place: Place) -> Location | None:

@@ -1,0 +1,111 @@
+"""Forwards that make Python numbers of tensors, and keep them: none trains with an old one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import graphaccel
+from graphaccel import errors
+from tests.support.small import WIDTH
+
+
+class Layer(nn.Module):
+    """Inputs x, y: [B, 8] → loss; `kept` is what it keeps."""
+
+    def __init__(self, kept: Any) -> None:
+        super().__init__()
+        self.layer, self.kept = nn.Linear(WIDTH, WIDTH), kept
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        out = self.layer(x)
+        return F.mse_loss(out * self.keep(out.std().item()), y)
+
+    def keep(self, value: float) -> float:
+        raise NotImplementedError
+
+
+class Mean(Layer):
+    def keep(self, value: float) -> float:
+        self.kept = 0.9 * self.kept + 0.1 * value
+        return self.kept
+
+
+class MeanInDict(Layer):
+    def keep(self, value: float) -> float:
+        self.kept["mean"] = 0.9 * self.kept["mean"] + 0.1 * value
+        return self.kept["mean"]
+
+
+class Count(Layer):
+    def keep(self, value: float) -> float:
+        self.kept += 1
+        return self.kept
+
+
+class Collects(Layer):
+    def keep(self, value: float) -> float:
+        self.kept.append(value)
+        return 1.0
+
+
+class Scales(Layer):
+    def keep(self, value: float) -> float:
+        self.last = value
+        return 1.0
+
+
+class Floats(Layer):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        scale = float(self.layer.weight.std())
+        return F.mse_loss(self.layer(x) * scale, y)
+
+
+class Converges(Layer):
+    def keep(self, value: float) -> float:
+        while value > 0.1:
+            value = self.layer.weight.abs().mean().item()
+        return value
+
+
+def _step(model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    graphaccel.optimize(model, optimizer, devices=1)
+    model(*torch.randn(2, 4, WIDTH)).backward()
+
+
+@pytest.mark.parametrize(
+    "model", [Mean(1.0), MeanInDict({"mean": 1.0}), Count(0), Collects([])], ids=lambda m: type(m)
+)
+def test_what_the_next_forward_reads(model: Layer) -> None:
+    with pytest.raises(errors.StateFrozen, match=r"`kept.*changes in every forward") as caught:
+        _step(model)
+    container = isinstance(model, Collects)
+    assert ("return what it collects" in str(caught.value)) is container
+
+
+def test_what_the_script_reads() -> None:
+    model = Scales(None)
+    model.last = 0.0  # type: ignore[assignment]
+    _step(model)
+    with pytest.raises(errors.OutputDropped, match="`last` of the model has no value"):
+        float(model.last)
+    with torch.no_grad():
+        model.eval()(*torch.randn(2, 4, WIDTH))
+    assert float(model.last) > 0
+
+
+def test_a_loop_until_a_value_is_small() -> None:
+    with pytest.raises(errors.TensorBranch, match="it branches on the value of a tensor"):
+        _step(Converges(None))
+
+
+def test_a_number_of_a_tensor() -> None:
+    with pytest.raises(errors.TensorBranch, match="it takes the value of a tensor") as caught:
+        _step(Floats(None))
+    assert "scale = float(self.layer.weight.std())" in str(caught.value)
+    assert "leave it a tensor" in str(caught.value)
