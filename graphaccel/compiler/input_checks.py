@@ -30,6 +30,8 @@ _SAME_VALUES = {
     aten.unsqueeze.default, aten.view.default, aten._to_copy.default,
 }  # fmt: skip
 
+_CROSS_ENTROPIES = {aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}
+
 
 @dataclass(frozen=True)
 class _Table:
@@ -66,8 +68,12 @@ def refuse_empty(batch: Batch, *, first: bool) -> None:
         )
 
 
-def check_indices(step: StepGraph, batch: Batch) -> None:
-    """Check the inputs on the host that the forward looks up in a table as they are.
+def check_indices(step: StepGraph, batch: Batch, *, first: bool = False) -> None:
+    """Check the inputs on the host that the forward looks up in a table as they are, and the labels
+    of a cross entropy.
+
+    first: of the first batch labels on a device are read, too, where a wrong one would end the
+    process without a name.
 
     Raises GraphMisuse (GA407).
     """
@@ -79,6 +85,76 @@ def check_indices(step: StepGraph, batch: Batch) -> None:
         if tensor.device.type == "cpu" and tensor.numel():
             for result in tensor.aminmax():
                 table.refuse(f"`{name}` holds", int(result))
+    _check_labels(step, batch, first=first)
+
+
+def _check_labels(step: StepGraph, batch: Batch, *, first: bool) -> None:
+    few = step if step.repeats is None else step.repeats.short
+    losses = few.analyses.cached((), _losses, few)
+    if not losses:
+        return
+    sizes: dict[sympy.Symbol, int] = {}
+    leaves: dict[fx.Node, torch.Tensor | None] = {}
+    names: dict[fx.Node, str] = {}
+    given = dict(zip(batch.names, batch.leaves, strict=True))
+    for node, spec in zip(input_nodes(few.graph), few.inputs, strict=True):
+        leaf = given.get(spec.name) if spec.kind == "batch" else None
+        if isinstance(leaf, torch.Tensor):
+            pairs = zip(node.meta["dims"], leaf.shape, strict=False)
+            sizes |= {dim: size for dim, size in pairs if isinstance(dim, sympy.Symbol)}
+            names[node] = spec.name
+            if leaf.dtype == torch.int64 and (first or leaf.device.type == "cpu"):
+                leaves[node] = leaf.detach().cpu()
+    for loss in losses:
+        labels = _value(loss.labels, {**few.sizes, **sizes}, leaves)
+        if labels is None:
+            continue
+        wrong = (labels != loss.ignored) & ((labels < 0) | (labels >= loss.classes))
+        if bool(wrong.any()):
+            raise GraphMisuse(
+                what=f"`{_named(loss.labels, names)}` holds the label {int(labels[wrong][0])}, and "
+                f"the loss has classes 0 to {loss.classes - 1}",
+                location=loss.location,
+                help_line="give the model as many classes, or mend the labels"
+                f" ({loss.ignored} is ignored)",
+            )
+
+
+@dataclass(frozen=True)
+class _Loss:
+    """A cross entropy: its labels, its number of classes, and the label that adds nothing."""
+
+    labels: fx.Node
+    classes: int
+    ignored: int
+    location: Location | None
+
+
+def _losses(step: StepGraph) -> tuple[_Loss, ...]:
+    """The cross entropies of the forward, in whose labels no float is read."""
+    results = []
+    for node in step.graph.graph.nodes:
+        if node.target not in _CROSS_ENTROPIES or node.meta.get("phase") != "forward":
+            continue
+        scores, labels, _, _, ignored = node.args
+        dims, line = scores.meta["dims"], node.meta.get("location")
+        classes = dims[1] if len(dims) > 1 else dims[0]
+        if isinstance(classes, (int, sympy.Integer)):
+            place = None if line is None else Location(*line)
+            results.append(_Loss(labels, int(classes), ignored, place))
+    return tuple(results)
+
+
+def _named(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
+    """The input that a value is made of."""
+    waiting, seen = [node], set[fx.Node]()
+    while waiting:
+        one = waiting.pop()
+        if one in names:
+            return names[one]
+        seen.add(one)
+        waiting += [each for each in one.all_input_nodes if each not in seen]
+    return str(node)
 
 
 def check_positions(step: StepGraph, sizes: Mapping[sympy.Symbol, int]) -> None:
@@ -153,10 +229,11 @@ def _lookups(step: StepGraph) -> list[tuple[fx.Node, _Table]]:
 
 
 def _is_known(node: fx.Node) -> bool:
-    """Whether an op gives whole numbers, the same every time."""
+    """Whether an op gives whole numbers or masks, the same every time."""
     target: Any = node.target
     value = node.meta.get("val")
-    whole = isinstance(value, torch.Tensor) and value.dtype in (torch.int64, torch.int32)
+    kinds = (torch.int64, torch.int32, torch.bool)
+    whole = isinstance(value, torch.Tensor) and value.dtype in kinds
     draws = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
     return whole and not draws and getattr(target, "namespace", "") == "aten"
 
@@ -164,7 +241,7 @@ def _is_known(node: fx.Node) -> bool:
 def _value(
     node: fx.Node, sizes: Mapping[sympy.Symbol, int], known: dict[fx.Node, torch.Tensor | None]
 ) -> torch.Tensor | None:
-    """The values of an integer tensor that depend on no input; None where they depend on one."""
+    """The values of an integer tensor that depends on nothing but what is `known`, else None."""
     if node in known:
         return known[node]
     known[node] = None

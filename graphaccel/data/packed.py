@@ -38,7 +38,9 @@ class PackedTokens(Dataset):
             raise BadData(
                 place=str(tokens.prefix),
                 reason=f"it has {total} tokens, less than one row of {length}",
-                help_line=f"PackedTokens(tokens, length={max(total, 1)})",
+                help_line=f"PackedTokens(tokens, length={total}), or --length {total}"
+                if total
+                else "write it again, of files that have text",
             )
 
     def __len__(self) -> int:

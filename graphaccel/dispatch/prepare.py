@@ -49,7 +49,7 @@ def prepare(
     capture_together(run, batch)
     chosen = choose_together(run.compiler, batch, run.settings.devices)
     check_same_plan(chosen.plan, run.settings.devices)
-    check_indices(chosen.step, batch)
+    check_indices(chosen.step, batch, first=True)
     check_positions(chosen.step, run.compiler.capture(batch)[1])
     _check_shared_memory(run.model, chosen)
     check_compiler(chosen.plan.compile, run.settings.device)

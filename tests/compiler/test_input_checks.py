@@ -56,6 +56,42 @@ def test_indices_beyond_a_table() -> None:
     model(good[:, :5]).backward()
 
 
+class Classes(nn.Module):
+    """Scores of five classes; labels are padded and shifted as transformers does it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 5)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        labels = F.pad(labels, (0, 1), value=-100)[:, 1:]
+        labels = labels.masked_fill(labels == 3, -100)
+        return F.cross_entropy(self.linear(x).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("wrong", [5, -1])
+@pytest.mark.parametrize("first", [True, False])
+def test_labels_beyond_the_classes(wrong: int, first: bool) -> None:
+    model = Classes()
+    graphaccel.optimize(model, devices=1)
+    x = torch.randn(4, 3, 4)
+    good = torch.tensor([[0, 3, 4], [1, -100, 2]]).repeat(2, 1)
+    bad = good.clone()
+    bad[:, 0] = 77  # never read: the first one is shifted away
+    if not first:
+        model(x, good).backward()
+        model(x, bad).backward()
+    bad[3, 1] = wrong
+    with pytest.raises(errors.GraphMisuse) as caught:
+        model(x, bad)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == (
+        f"error[GA407]: `args[1]` holds the label {wrong}, and the loss has classes 0 to 4"
+    )
+    assert "F.cross_entropy(self.linear(x)" in str(caught.value)
+    assert "  help: give the model as many classes, or mend the labels (-100 is ignored)" in lines
+
+
 def test_a_batch_of_the_wrong_width(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 1))
     graphaccel.optimize(model, devices=1, loss_fn=F.mse_loss, check="off")
