@@ -33,6 +33,7 @@ from graphaccel.progress import progress
 from graphaccel.proof.gate import Gate, Now
 from graphaccel.report.assumptions import assumed_of
 from graphaccel.report.text import plan_report
+from graphaccel.report.throughput import throughput_of
 from graphaccel.runtime.agreement import BACKWARD, EVALUATE, STATE, TRAIN
 from graphaccel.runtime.broadcast import refuse_other_weights
 from graphaccel.runtime.dropped import drop_left
@@ -125,6 +126,15 @@ class Handle:
         """Predicted peak bytes of host memory that the plan uses for this rank."""
         memory = None if self._prepared is None else self._prepared.memory
         return None if memory is None else memory.host
+
+    def utilisation(self, seconds: float) -> float | None:
+        """Model FLOPs utilisation (MFU), 0 to 1, of a step of the planned batch that took so many
+        seconds: FLOPs of forward and backward / (seconds x devices x peak of a device)."""
+        if self._prepared is None:
+            return None
+        planned = self._prepared.planned
+        throughput = throughput_of(planned.step, planned.plan, planned.cluster)
+        return throughput.utilisation(seconds, planned.plan.devices)
 
     def host_tensors(self) -> tuple[torch.Tensor, ...]:
         """Tensors that this rank keeps on the host: the optimizer's state with the copies it

@@ -280,6 +280,9 @@ def _add_run(commands: Commands) -> None:
     )
     run.add_argument("--all-output", action="store_true", help="show what every rank prints")
     run.add_argument(
+        "--log-folder", type=Path, metavar="FOLDER", help="also keep it there, a folder for each"
+    )
+    run.add_argument(
         "--max-restarts", type=whole_number, metavar="N", help="start all ranks anew when one fails"
     )
     run.add_argument(
@@ -416,7 +419,8 @@ def _run(arguments: argparse.Namespace) -> int:
         os.environ[CHECK] = arguments.check
     argv = [*(["-m"] if arguments.module else []), arguments.script, *arguments.arguments]
     flags = torchrun_flags(arguments)
-    return launch.run_script(arguments.devices, argv, flags, arguments.all_output)
+    given = arguments.all_output, arguments.log_folder
+    return launch.run_script(arguments.devices, argv, flags, *given)
 
 
 def _doctor(_: argparse.Namespace) -> int:

@@ -80,7 +80,11 @@ def ensure_launched(devices: int, world: int | None = None) -> None:
 
 
 def run_script(
-    devices: int, argv: Sequence[str], torchrun_flags: Sequence[str] = (), all_output: bool = False
+    devices: int,
+    argv: Sequence[str],
+    torchrun_flags: Sequence[str] = (),
+    all_output: bool = False,
+    log_folder: Path | None = None,
 ) -> int:
     """Runs `python *argv` as `devices` processes on this machine and waits.
 
@@ -88,6 +92,7 @@ def run_script(
     torchrun_flags: further flags of torch's launcher, e.g. ("--nnodes=2", "--node-rank=0", ...);
         without any, the job is this machine alone.
     all_output: show every rank's standard output, not only the first's.
+    log_folder: where each rank's output is kept, in a folder of its own.
     Returns the exit code: 0, STOPPED, or that of the first rank that failed (128 + signal when
     killed).
 
@@ -101,7 +106,7 @@ def run_script(
             what=f"there is no file {argv[0]!r}",
             help_line=f"graphaccel run --devices {devices} train.py",
         )
-    return launch(devices, [sys.executable, "-u", *argv], torchrun_flags, all_output)
+    return launch(devices, [sys.executable, "-u", *argv], torchrun_flags, all_output, log_folder)
 
 
 def launch(
@@ -109,6 +114,7 @@ def launch(
     command: Sequence[str],
     torchrun_flags: Sequence[str] = (),
     all_output: bool = False,
+    log_folder: Path | None = None,
 ) -> int:
     """`run_script` for any command line; `command` starts with the program."""
     from torch.distributed import run
@@ -124,13 +130,17 @@ def launch(
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     logs = tempfile.mkdtemp(prefix="graphaccel_")
     flags = [*_alone(torchrun_flags), *torchrun_flags, f"--nproc-per-node={devices}"]
-    flags += [f"--log-dir={logs}", "--no-python"]
+    flags += [f"--log-dir={log_folder or logs}", "--no-python"]
     stopped = Path(logs) / "stopped"
     os.environ[STOPPED_FILE] = str(stopped)
     tether = [sys.executable, "-I", "-S", str(_TETHER), str(os.getpid())]
     hidden = devices > 1 and not all_output and os.environ.get(_ALL_OUTPUT) != "1"
     if hidden:
         flags.append("--redirects=" + ",".join(f"{rank}:1" for rank in range(1, devices)))
+    if log_folder is not None:  # shown as before, and kept
+        shown = [2 if hidden and rank else 3 for rank in range(devices)]
+        flags.append("--tee=" + ",".join(f"{rank}:{kind}" for rank, kind in enumerate(shown)))
+        os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", " ")
     keep = False
     script = next((shlex.quote(part) for part in command if part.endswith(".py")), "train.py")
     several = example(devices, script)

@@ -33,6 +33,15 @@ class Doing:
     action: Action
 
 
+def range_name(step: Doing) -> str:
+    """What torch's profiler shows of a step: `graphaccel: forward, stage 0, microbatch 3`."""
+    action = step.action
+    said = action.kind if step.verb in ("run", "send", "reduce") else f"{step.verb} {action.kind}"
+    said += f" {action.direction}" * bool(action.direction) + f", stage {action.stage}"
+    said += f" with {action.peer}" * (action.peer >= 0)
+    return f"graphaccel: {said}" + f", microbatch {action.microbatch}" * (action.microbatch >= 0)
+
+
 def walk(actions: Sequence[Action]) -> Iterator[Doing]:
     """What a rank does, in order."""
     computing = [i for i, a in enumerate(actions) if a.kind in COMPUTING]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import TrainerCallback
 
 
@@ -15,7 +18,8 @@ class MetricsFile(TrainerCallback):
 
     file: is created, or appended to where a run resumes. rows: in an update. tokens: in a row; None
     for pictures. The time of a step leaves evaluations and checkpoints out. `predicted_seconds` is
-    the plan's.
+    the plan's for a step, of which accumulation makes several an update; `mfu` is model FLOPs
+    utilisation.
     """
 
     def __init__(self, file: Path, rows: int, tokens: int | None, *, resumes: bool) -> None:
@@ -45,10 +49,33 @@ class MetricsFile(TrainerCallback):
             if self.tokens is not None:
                 line["tokens_per_second"] = round(self.rows * self.tokens / seconds, 1)
             self._seconds, self._steps = 0.0, 0
+        line |= _memory()
         handle = getattr(model, "graphaccel", None)
-        if handle is not None:
-            line["predicted_seconds"] = handle.predicted_step_seconds
-            if handle.loss_scale is not None:
-                line["loss_scale"] = handle.loss_scale
+        if handle is not None and handle.plan is not None:
+            line |= _planned(handle, line, self.rows)
         with self.file.open("a") as file:
             file.write(json.dumps(line) + "\n")
+
+
+def _planned(handle: Any, line: Mapping[str, Any], rows: int) -> dict[str, Any]:
+    """What the plan says of a step, and how busy the devices were. rows: in an update."""
+    said = {
+        "predicted_seconds": handle.predicted_step_seconds,
+        "predicted_peak_bytes": handle.predicted_peak_bytes,
+    }
+    if "seconds" in line:
+        said["mfu"] = handle.utilisation(line["seconds"] * handle.plan.batch / rows)
+    if handle.loss_scale is not None:
+        said["loss_scale"] = handle.loss_scale
+    return said
+
+
+def _memory() -> dict[str, int]:
+    """The most bytes that this rank's GPU held in tensors; without one, that the process held, with
+    Python and torch."""
+    if torch.cuda.is_available():
+        return {"peak_bytes": torch.cuda.max_memory_allocated()}
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024  # elsewhere ru_maxrss is in KiB
+    return {"resident_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 import transformers
 from transformers import TrainingArguments
+from transformers.integrations import is_tensorboard_available
 from transformers.trainer_utils import get_last_checkpoint
 
 from graphaccel.errors import BadData, BadTraining
@@ -88,8 +90,18 @@ def _arguments(settings: Settings, rows: Rows, *, evaluated: bool) -> TrainingAr
         save_total_limit=settings.keep,
         prediction_loss_only=settings.task not in _CLASSES,
         dataloader_pin_memory=torch.cuda.is_available(),
-        report_to=[],
+        report_to=_loggers(settings),
     )
+
+
+def _loggers(settings: Settings) -> list[str]:
+    """Raises BadTraining (GA418) where TensorBoard is asked for and not installed."""
+    if not settings.tensorboard:
+        return []
+    if not is_tensorboard_available():
+        raise BadTraining(what="TensorBoard is not installed", help_line="pip install tensorboard")
+    os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(settings.output / "runs"))
+    return ["tensorboard"]
 
 
 def _whole_batches(settings: Settings, rows: Rows) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -186,6 +187,10 @@ class Settings:
     log_interval: int = _option(
         "evaluation and log", "updates between two lines (10)", 10, type=positive, metavar="N"
     )
+    tensorboard: bool = _option(
+        "evaluation and log", "the same for TensorBoard, in the folder `runs` of the output", False,
+        action="store_true",
+    )  # fmt: skip
     metrics: Path | None = _option(  # noqa: RUF009
         "evaluation and log", "JSON lines with what is logged", type=Path, metavar="FILE"
     )
@@ -214,7 +219,7 @@ def settings_of(
 ) -> tuple[Settings, dict[str, Any]]:
     """The settings of a file with those of the command line over them, and the file's pins.
 
-    file: YAML (or JSON): settings by name, and `pins`.
+    file: YAML (or JSON), or TOML where its name ends so: settings by name, and `pins`.
 
     Raises BadTraining (GA418) for an unknown name, a value of another kind, and what is missing.
     """
@@ -234,11 +239,9 @@ def settings_of(
 
 
 def _of_file(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    import yaml
-
     try:
-        content = yaml.safe_load(file.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        content = _parsed(file)
+    except (OSError, ValueError) as error:
         raise BadTraining(what=f"`{file}` can not be read", why=str(error)) from error
     if not isinstance(content, dict):
         raise BadTraining(what=f"`{file}` has no settings by name", help_line="task: causal-lm")
@@ -252,6 +255,22 @@ def _of_file(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             )
         said[name] = _value(file, name, value, kinds[name].metadata)
     return said, pins
+
+
+def _parsed(file: Path) -> Any:
+    """What a file holds. Raises OSError, ValueError."""
+    if file.suffix != ".toml":
+        import yaml
+
+        try:
+            return yaml.safe_load(file.read_text())
+        except yaml.YAMLError as error:
+            raise ValueError(str(error)) from error
+    if sys.version_info < (3, 11):
+        raise ValueError("TOML needs Python 3.11; write YAML")
+    import tomllib
+
+    return tomllib.loads(file.read_text())
 
 
 def _value(file: Path, name: str, value: Any, kind: Mapping[str, Any]) -> Any:

@@ -107,6 +107,21 @@ def test_run_command_shows_all_ranks_on_request(script: Path, tmp_path: Path) ->
 
 
 @pytest.mark.multiprocess
+def test_output_is_kept_in_a_folder_for_each_rank(tmp_path: Path) -> None:
+    script, logs = tmp_path / "hello.py", tmp_path / "logs"
+    script.write_text('import os, sys\nprint("out", os.environ["RANK"])\n'
+                      'print("err", os.environ["RANK"], file=sys.stderr)\n')  # fmt: skip
+    result = _python("-m", "graphaccel", "run", "--devices", "2", "--log-folder", logs, script)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["out", "0"]
+    assert sorted(result.stderr.split()) == ["0", "1", "err", "err"]
+    for rank in "01":
+        for stream in ("out", "err"):
+            (kept,) = logs.glob(f"**/{rank}/std{stream}.log")
+            assert kept.read_text() == f"{stream} {rank}\n"
+
+
+@pytest.mark.multiprocess
 def test_killed_rank_is_named_with_its_signal(tmp_path: Path) -> None:
     path = tmp_path / "killed.py"
     path.write_text("import os, signal; os.kill(os.getpid(), signal.SIGKILL)\n")

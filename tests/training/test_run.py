@@ -69,6 +69,8 @@ def test_causal_lm_learns_and_loads(tmp_path: Path) -> None:
     assert line["step"] == 5
     assert line["tokens_per_second"] == pytest.approx(line["rows_per_second"] * 32, rel=1e-3)
     assert line["predicted_seconds"] > 0
+    assert 0 < line["mfu"] < 1
+    assert 0 < line["predicted_peak_bytes"] < line["resident_peak_bytes"]
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
     ids = tokenizer("The statement", return_tensors="pt").input_ids

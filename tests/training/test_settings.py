@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +47,25 @@ def test_a_file_gives_settings_and_pins_and_the_command_line_goes_before_it(tmp_
     assert pins == {"pipeline": 2}
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 reads no TOML")
+def test_a_file_may_be_toml(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(
+        'task = "causal-lm"\nmodel = "gpt2"\ndata = ["a.jsonl"]\nlearning_rate = 1e-3\n'
+        "[model_settings]\nn_layer = 2\n[pins]\npipeline = 2\n"
+    )
+    settings, pins = read(file=file)
+    assert (settings.learning_rate, settings.model_settings) == (1e-3, (("n_layer", "2"),))
+    assert pins == {"pipeline": 2}
+    file.write_text("task = causal-lm\n")
+    with pytest.raises(BadTraining, match="can not be read"):
+        read(file=file)
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [
+        ([*LEAST, "--next-sentence"], "`next_sentence` is for the task masked-lm"),
         (["--task", "causal-lm", "--data", "a"], "`model` is missing"),
         (["--task", "causal-lm", "--model", "gpt2"], "`data` is missing"),
         (

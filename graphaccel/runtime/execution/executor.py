@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.profiler import record_function
 
 from graphaccel.errors import RankLost
 from graphaccel.ir.program import StageProgram, StepProgram, Value
@@ -29,7 +30,7 @@ from graphaccel.runtime.loss_scale import LossScale
 from graphaccel.runtime.mesh import Mesh, axes_of
 from graphaccel.runtime.tf32 import rounding
 from graphaccel.schedule.table import Action, Schedule
-from graphaccel.schedule.walk import last_actions, walk
+from graphaccel.schedule.walk import last_actions, range_name, walk
 
 
 class Executor:
@@ -63,7 +64,7 @@ class Executor:
         self._program, self._mesh, self._held = program, mesh, held
         self._microbatches = microbatches
         self._actions = schedule[mesh.pipeline_index]
-        self._walk = tuple(walk(self._actions))
+        self._walk = tuple((step, range_name(step)) for step in walk(self._actions))
         self._last_of_stage = last_actions(self._actions)
         heads = [a for a in self._actions if a.kind == "head"]
         self._loss_known = heads or [a for a in self._actions if a.kind == "forward"][-1:]
@@ -108,9 +109,10 @@ class Executor:
         done: Action | None = None
         generator = torch.random.get_rng_state() if state.seed is not None else None
         try:
-            for step in self._walk:
+            for step, name in self._walk:
                 done, current = current, step.action
-                self._take(step.verb, step.action, state)
+                with record_function(name):
+                    self._take(step.verb, step.action, state)
             done, current = current, None
             result = self._results.finish(state)
             if self.graphs is not None:
