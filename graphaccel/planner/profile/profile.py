@@ -9,7 +9,7 @@ one microbatch size.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -52,7 +52,7 @@ from graphaccel.planner.profile.storages import Crossing, Tensor, find_storages
 _CAST = torch.ops.aten._to_copy.default
 _MM = torch.ops.aten.mm.default
 _LOW = (torch.bfloat16, torch.float16)
-_RECENT = 8  # recompute choices that are cached: with many layers each is large
+_CACHED = 2**25  # bytes of recompute choices that are cached: with many layers each is large
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,8 @@ class Profile:
         self._sized: dict[Any, SizedProfile] = {}
         self.whole_again = False
         """Whether recomputing a block repeats all of its forward, as other systems do."""
-        self._recent = lru_cache(_RECENT)(self._recomputation)
         self._saved: WeakKeyDictionary[Recomputation, tuple[np.ndarray, ...]] = WeakKeyDictionary()
+        self._devices: dict[int, tuple[Device, Device]] = {}
         self.analyses = AnalysisCache()
 
     def __len__(self) -> int:
@@ -152,14 +152,19 @@ class Profile:
         """
         if wires is not None:  # no call of the graph is over data, the outer axis
             wires = wires.inside
-        # memory changes no number here
-        key = (microbatch, replace(device, memory=0), wires, chunk)
+        key = (microbatch, self._without_memory(device), wires, chunk)
         if key not in self._sized:
             sized_profile = SizedProfile(self, microbatch, device, wires, chunk)
             self._sized[key] = sized_profile
             if not chunk and sized_profile.chunks:  # the preferred size
                 self._sized.setdefault((*key[:-1], sized_profile.chunks[0]), sized_profile)
         return self._sized[key]
+
+    def _without_memory(self, device: Device) -> Device:
+        """The device without its memory, which changes no number of a profile; one for each."""
+        if id(device) not in self._devices:
+            self._devices[id(device)] = device, replace(device, memory=0)
+        return self._devices[id(device)][1]
 
     @cached_property
     def node_weight(self) -> np.ndarray:
@@ -301,7 +306,13 @@ class Profile:
     def saving(self, saved: Mapping[int, tuple[int, ...]]) -> Recomputation:
         """What is recomputed where blocks (numbers) save these of their positions, by their order
         in the block, and nothing else."""
-        return self._recent(frozenset(saved.items())) if saved else self.no_recomputation
+        return self._cached(frozenset(saved.items())) if saved else self.no_recomputation
+
+    @cached_property
+    def _cached(self) -> Callable[[frozenset[tuple[int, tuple[int, ...]]]], Recomputation]:
+        each = self.no_recomputation
+        size = sum(column.nbytes for column in (each.rows, each.inner, each.until, each.before))
+        return lru_cache(max(8, _CACHED // max(size, 1)))(self._recomputation)
 
     def _recomputation(self, saved: frozenset[tuple[int, tuple[int, ...]]]) -> Recomputation:
         return recomputation_of(self, dict(saved))
