@@ -31,8 +31,8 @@ HEAVY = (
 Cases = Mapping[str, Mapping[str, Hashable]]
 """Test ids in the order of collection → the parameters of each: name → value."""
 
-_FEW = 4
-"""Processes that two cores run in reasonable time."""
+_FEW = 2
+"""Processes that two cores run at once."""
 _LARGE = {"bart", "swin", "t5"}
 """Models of the zoo whose processes count twice."""
 _AXES = ("data", "tensor", "pipeline", "context", "expert")
