@@ -14,6 +14,7 @@ from torch import nn
 from graphaccel.arguments import check_hooks
 from graphaccel.capture.batch import Batch, flatten_call
 from graphaccel.capture.export.export import split_targets
+from graphaccel.compat.torch.autograd import inside_transform
 from graphaccel.compiler.capture_context import without_autocast
 from graphaccel.compiler.compiler import Compiler
 from graphaccel.compiler.ignored_rows import with_rows
@@ -46,7 +47,7 @@ from graphaccel.runtime.parameters.sharded import local_of
 from graphaccel.runtime.parameters.state import full_state, sharded_state_dict
 from graphaccel.runtime.session import Session
 from graphaccel.runtime.unplanned import HELP, Unplanned
-from graphaccel.runtime.wrappers import refuse_around
+from graphaccel.runtime.wrappers import refuse_around, refuse_transformed
 
 
 class Handle:
@@ -238,6 +239,9 @@ class Handle:
         if module is not model or inside:
             return forward(module, *args, **kwargs)
         refuse_around(module)
+        if inside_transform():
+            refuse_transformed(whole=self._whole())
+            return self._plain(forward, args, kwargs)
         training = torch.is_grad_enabled() and model.training
         if not training and self._initial is not None:
             raise GraphMisuse(

@@ -121,7 +121,8 @@ def check_supported(module: nn.Module) -> None:
     check_parameters(module)
     devices = set()
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if tensor.is_complex() or tensor.is_quantized:
+        trained = isinstance(tensor, nn.Parameter)
+        if tensor.is_quantized or (tensor.is_complex() and trained):
             raise Unsupported(
                 what=f"dtype {tensor.dtype} of {name}",
                 reason="gradients of such a tensor can not be summed over ranks",

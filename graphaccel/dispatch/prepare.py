@@ -28,6 +28,7 @@ from graphaccel.runtime.init_tape import Record
 from graphaccel.runtime.loss_scale import LossScale
 from graphaccel.runtime.mesh import build_mesh
 from graphaccel.runtime.parameters.state import stage_meshes
+from graphaccel.runtime.parameters.swap import forget_graphs
 from graphaccel.runtime.session import Session
 
 
@@ -45,6 +46,7 @@ def prepare(
     refused any more, before anything is changed. example: whether the first batch to train on may
     be another one. Returns also what the first step must give (`Gate.expect`).
     """
+    forget_graphs(run.model)
     run.agreement.check(PLAN, batch, values=False)
     capture_together(run, batch)
     chosen = choose_together(run.compiler, batch, run.settings.devices)

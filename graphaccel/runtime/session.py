@@ -29,6 +29,7 @@ from graphaccel.runtime.mesh import Mesh
 from graphaccel.runtime.parameters.layout import Layout
 from graphaccel.runtime.parameters.remote import Elsewhere, RemoteTensor
 from graphaccel.runtime.parameters.sharded import ShardTensor, local_of
+from graphaccel.runtime.parameters.swap import forget_graphs, swap
 from graphaccel.schedule.table import Schedule
 
 
@@ -106,6 +107,7 @@ class Session:
         if self.mesh.device.type == "cpu":
             keep_pages()
         clear_flat_weight_refs(self.model)
+        forget_graphs(self.model)
         self.homes = dict(homes) | {name: homes[of] for name, of in tied.items() if of in homes}
         if self.mesh.pipeline > 1:
             self._leave_remote(optimizer)
@@ -416,7 +418,7 @@ def _make_remote(parameter: nn.Parameter, mesh: Mesh, where: Elsewhere) -> None:
         RemoteTensor(parameter.detach(), where, mesh.device), requires_grad=parameter.requires_grad
     )
     remote.elsewhere = where
-    torch.utils.swap_tensors(parameter, remote)
+    swap(parameter, remote)
 
 
 def _make_sharded(parameter: nn.Parameter, local: torch.Tensor, layout: Layout) -> None:
@@ -425,7 +427,7 @@ def _make_sharded(parameter: nn.Parameter, local: torch.Tensor, layout: Layout) 
     if parameter.grad is not None:
         gradient = layout.own(parameter.grad).clone().to(local.device)
         sharded.grad = ShardTensor(gradient, layout)
-    torch.utils.swap_tensors(parameter, sharded)
+    swap(parameter, sharded)
     reregister_hooks(parameter)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from graphaccel.compat.torch.modules import DDP_READS
-from graphaccel.errors import WrappedModel
+from graphaccel.errors import GraphMisuse, WrappedModel
 from graphaccel.errors.messages import Location
 
 _PARALLEL = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel", "FSDPModule")
@@ -133,3 +133,14 @@ def _called(function: Callable[..., Any]) -> str:
 def _place(function: Callable[..., Any]) -> Location | None:
     code = _code(function)
     return None if code is None else Location(code.co_filename, code.co_firstlineno)
+
+
+def refuse_transformed(*, whole: bool) -> None:
+    """Raises GraphMisuse (GA407) for a call inside of a transform of torch.func, which the model's
+    own forward answers where this process has all parameters. whole: whether it does."""
+    if not whole:
+        raise GraphMisuse(
+            what="the model is called inside of a transform of torch.func, and this process has "
+            "parts of its parameters only",
+            help_line="keep parameters whole:  zero=0, tensor=1, pipeline=1",
+        )

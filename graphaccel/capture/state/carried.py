@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphaccel.capture.export.watch import INSIDE
 from graphaccel.capture.state.closures import held_by_module, memory_of
 from graphaccel.compat.torch import pytree
+from graphaccel.compat.torch.asserted import answer_of_check
 from graphaccel.compat.torch.modes import TorchDispatchMode
 from graphaccel.errors.messages import Location
 from graphaccel.guards.places import STRUCTURE
@@ -74,12 +76,13 @@ class Ops(TorchDispatchMode):
         return result
 
     def _number(self, dtype: torch.dtype) -> complex | float | int | bool:
-        """A number for the value of a tensor; True for a condition, which lets an `assert` pass."""
+        """A number for the value of a tensor. Of a condition, what lets a check pass; else True."""
         self.asked += 1
         if self.asked > _MOST:  # a loop until a value is small may never end
             raise RuntimeError("the forward asks for too many values of tensors")
         if dtype == torch.bool:
-            return True
+            answer = answer_of_check(INSIDE)
+            return True if answer is None else answer
         if dtype.is_complex:
             return complex(self.asked, _UNLIKELY)
         return self.asked + _UNLIKELY if dtype.is_floating_point else self.asked

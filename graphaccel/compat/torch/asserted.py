@@ -1,7 +1,8 @@
 """What checks ask of values while export traces: they pass.
 
-torch.export follows `assert x`, without a message, and only where it is one jump in the code. The
-checks of `torch.distributions` are assertions, too: `python -O` leaves them out.
+torch.export follows `assert x`, without a message, and only where it is one jump in the code. An
+`if` that does nothing but raise is the same check. The checks of `torch.distributions` are
+assertions, too: `python -O` leaves them out.
 """
 
 from __future__ import annotations
@@ -24,11 +25,14 @@ from graphaccel.compat.torch.export import DataDependentError
 _NOTHING = frozenset({"CACHE", "EXTENDED_ARG", "NOP", "NOT_TAKEN", "RESUME"})
 _TESTS = frozenset({"TO_BOOL", "COMPARE_OP"})
 """Instructions that ask for a value from Python 3.12 on, before the jump that reads it."""
+_ELSE = ("RETURN", "STORE", "DELETE", "FOR_ITER", "SEND", "YIELD", "IMPORT", "RERAISE", "POP_TOP")
+"""How the names of instructions begin that do something else."""
 
 
 @contextmanager
 def assertions_passed(inside: tuple[str, ...]) -> Iterator[None]:
-    """Meanwhile a value that depends on data is in an `assert` what lets it pass.
+    """Meanwhile a value that depends on data is what lets a check pass: an `assert`, or an `if`
+    that does nothing but raise.
 
     inside: folders of code that is not the user's.
     """
@@ -38,16 +42,22 @@ def assertions_passed(inside: tuple[str, ...]) -> Iterator[None]:
         try:
             return own(self, file, line)
         except DataDependentError:
-            frame: FrameType | None = sys._getframe(1)
-            while frame is not None and frame.f_code.co_filename.startswith(("<", *inside)):
-                frame = frame.f_back
-            answer = None if frame is None else passing(frame)
+            answer = answer_of_check(inside)
             if answer is None:
                 raise
             return answer
 
     with patch.object(SymNode, "guard_bool", guarded):
         yield
+
+
+def answer_of_check(inside: tuple[str, ...]) -> bool | None:
+    """What lets the check pass for which the nearest frame of the user's asks for a value; None
+    where it asks for something else."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(("<", *inside)):
+        frame = frame.f_back
+    return None if frame is None else passing(frame)
 
 
 @contextmanager
@@ -70,8 +80,8 @@ def distributions_unchecked() -> Iterator[None]:
 
 
 def passing(frame: FrameType) -> bool | None:
-    """The value with which the `assert` passes, or asks further, whose condition this frame is
-    testing; None in other code."""
+    """The value with which the check passes, or asks further, whose condition this frame tests;
+    None in other code."""
     code = [i for i in dis.get_instructions(frame.f_code) if i.opname not in _NOTHING]
     rest = list(dropwhile(lambda i: i.offset < frame.f_lasti, code))
     if rest and rest[0].opname in _TESTS:
@@ -79,15 +89,18 @@ def passing(frame: FrameType) -> bool | None:
     if len(rest) < 2 or "POP_JUMP" not in rest[0].opname or "_IF_" not in rest[0].opname:
         return None
     jumps_if = rest[0].opname.endswith("TRUE")
-    if _fails(rest[1]):
+    if _raises(rest[1:]):
         return jumps_if
-    target = next(iter(i for i in code if i.offset >= rest[0].argval), None)
-    return not jumps_if if target is not None and _fails(target) else None
+    target = list(dropwhile(lambda i: i.offset < rest[0].argval, code))
+    return not jumps_if if _raises(target) else None
 
 
-def _fails(instruction: Any) -> bool:
-    """Whether an instruction begins what an `assert` does where it fails."""
-    constant = instruction.opname == "LOAD_COMMON_CONSTANT"
-    return instruction.opname == "LOAD_ASSERTION_ERROR" or (
-        constant and "AssertionError" in instruction.argrepr
-    )
+def _raises(code: list[dis.Instruction]) -> bool:
+    """Whether code does nothing but to build an exception and to raise it, as an `assert` does
+    where it fails, and an `if` that checks."""
+    for instruction in code:
+        if instruction.opname == "RAISE_VARARGS":
+            return True
+        if "JUMP" in instruction.opname or instruction.opname.startswith(_ELSE):
+            return False
+    return False

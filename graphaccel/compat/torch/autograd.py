@@ -106,3 +106,9 @@ def untransformed(tensor: torch.Tensor) -> torch.Tensor:
     while functorch.is_functorch_wrapped_tensor(tensor):
         tensor = functorch.get_unwrapped(tensor)
     return tensor
+
+
+def inside_transform() -> bool:
+    """Whether this code runs inside of a transform of torch.func (grad, vmap, jvp)."""
+    library: Any = torch._C
+    return library._functorch.peek_interpreter_stack() is not None

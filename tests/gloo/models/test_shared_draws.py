@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -100,3 +101,40 @@ def _apart() -> str:
 
 def test_ranks_that_would_draw_other_numbers(pool: Pool) -> None:
     assert pool.run(2, _apart) == ["random", "random"]
+
+
+class Timed(nn.Module):
+    """`forward(x, y)`: [8, 6] twice → loss and the step in time that is drawn for each row."""
+
+    rates: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.register_buffer("rates", torch.ones(100, dtype=torch.float64))
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        time = torch.randint(0, 100, (x.shape[0],), device=x.device)
+        return {"loss": F.mse_loss(self.layer(x) * self.rates[time, None], y), "time": time}
+
+
+def _times(pins: dict[str, Any]) -> tuple[float, list[int]]:
+    torch.manual_seed(0)
+    plain = Timed().double()
+    model = copy.deepcopy(plain)
+    graphaccel.optimize(model, torch.optim.SGD(model.parameters(), lr=0.3), outputs="all", **pins)
+    batch = torch.randn(2, 8, 6).double()
+    out = model(*batch)
+    out["loss"].backward()
+    plain(*batch)["loss"].backward()
+    torch.testing.assert_close(model.layer.weight.grad, plain.layer.weight.grad)
+    return out["loss"].item() - plain(*batch)["loss"].item(), out["time"].tolist()
+
+
+@pytest.mark.parametrize("pins", [{"data": 2}, {"data": 2, "microbatches": 2}], ids=str)
+def test_numbers_that_are_drawn_for_each_row(pool: Pool, pins: dict[str, Any]) -> None:
+    for off, drawn in pool.run(2, _times, pins):
+        assert abs(off) < 1e-12
+        assert min(drawn) >= 0
+        assert max(drawn) < 100
+        assert drawn[:4] != drawn[4:]
