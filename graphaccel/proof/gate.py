@@ -76,7 +76,7 @@ class Gate:
         self._compared, self._early = False, False  # the batch of the next step, as far as is known
         self._left, self._reason = MORE, "weights are shards, and were written after optimize()"
         self._reference: _Reference | None = None
-        self._rounding: Callable[[Expected], Mapping[str, float]] = lambda _: {}
+        self._rounding: Callable[[Expected, range], Mapping[str, float]] = lambda *_: {}
 
     def prove(self, step: StepGraph, pair: Pair | str) -> None:
         """Compare the captured graph with eager code; with the next batch too, where the values of
@@ -160,7 +160,9 @@ class Gate:
         expected = known.expected
         same = now.whole and _equal(known.batch, now.batch)
         pair = now.pair if same else None
-        self._rounding = lambda expected: rounding_together(expected, pair, now.plan, self._ranks)
+        self._rounding = lambda expected, seeds: rounding_together(
+            expected, pair, now.plan, self._ranks, seeds
+        )
         if isinstance(expected, str):
             self._give_up(expected)
         elif expected.tried or not _equal(known.batch, now.batch):
@@ -192,7 +194,7 @@ class Gate:
             self._conclude(self._reference.expected, parts_of(given()), mesh)
 
     def _conclude(self, expected: Expected, parts: Mapping[str, Part], mesh: Mesh) -> None:
-        reason = expected.check(parts, mesh, lambda: self._rounding(expected))
+        reason = expected.check(parts, mesh, lambda seeds: self._rounding(expected, seeds))
         if reason:
             self._inconclusive(reason)
         else:

@@ -28,36 +28,38 @@ from graphaccel.proof.results import Results
 from graphaccel.proof.sums import sums_of
 from graphaccel.proof.untouched import untouched
 
-_DRAWS = 4
-"""How often the weights are moved."""
-
 
 def rounding_together(
-    expected: Expected, pair: Callable[[], Pair | str] | None, plan: Plan, ranks: int
+    expected: Expected,
+    pair: Callable[[], Pair | str] | None,
+    plan: Plan,
+    ranks: int,
+    seeds: range,
 ) -> Mapping[str, float]:
     """The largest relative change of each of one device's float32 values, except of buffers, which
     the step may have written since; by name, and empty where it is not known. Computed on rank 0
     for all: a collective.
 
     pair: the model on full weights with the batch that was expected; None where no rank has it.
+    seeds: one for each time that the weights are moved.
     """
     said: list[Any] = [{}]
     if pair is not None and expected.dtype == "float32" and (ranks == 1 or dist.get_rank() == 0):
         given = pair()
         if isinstance(given, Pair) and given.of is None and affordable(given, Setting()):
-            said = [_errors(expected, given, plan)]
+            said = [_errors(expected, given, plan, seeds)]
     if ranks > 1:
         dist.broadcast_object_list(said, 0)
     return said[0]
 
 
-def _errors(expected: Expected, pair: Pair, plan: Plan) -> dict[str, float]:
+def _errors(expected: Expected, pair: Pair, plan: Plan, seeds: range) -> dict[str, float]:
     pair = replace(pair, step=prepared(pair.step, replace(plan, fusions=())))
     if draws(pair.step) and not expected.constant:
         return {}  # others would be drawn now
     changes: dict[str, float] = {}
     try:
-        for seed in range(_DRAWS):
+        for seed in seeds:
             moved = named_sums(_moved(pair, seed, constant=expected.constant), plan)
             for name in expected.values:
                 if name in moved and not name.startswith("new value"):
