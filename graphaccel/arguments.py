@@ -6,6 +6,7 @@ import inspect
 import json
 import math
 import os
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -124,7 +125,8 @@ def check_job(model: Any, optimizer: Any, pins: Mapping[str, Any], loss_fn: Any 
         loss_fn is not None and loss_fn != OUTSIDE and not callable(loss_fn)
     ):
         raise GraphMisuse(
-            what=f"loss_fn is a function of the model's output and the targets, not {loss_fn!r}",
+            what="loss_fn is a function of the model's output and the targets, not "
+            f"{_shown(loss_fn)}",
             help_line='loss_fn=torch.nn.functional.cross_entropy, or "outside" if the script '
             "computes the loss",
         )
@@ -141,17 +143,24 @@ def check_job(model: Any, optimizer: Any, pins: Mapping[str, Any], loss_fn: Any 
         _check_optimizer(model, optimizer)
 
 
+def _shown(value: Any) -> str:
+    """A wrong argument in a few words, however large it is."""
+    short = reprlib.Repr()
+    short.maxother = short.maxstring = 60
+    return " ".join(short.repr(value).split())
+
+
 def check_settings(cluster: Any, timeout: Any, example_batch: Any) -> None:
     """Raises GraphMisuse (GA407) for an argument of the wrong type."""
     if cluster is not None and not isinstance(cluster, Cluster):
         raise GraphMisuse(
-            what=f"cluster is a graphaccel.planner.cluster.cluster.Cluster, not {cluster!r}",
+            what=f"cluster is a graphaccel.planner.cluster.cluster.Cluster, not {_shown(cluster)}",
             help_line="cluster=graphaccel.planner.cluster.catalogue.cluster('h100-80gb', count=8)",
         )
     number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
     if not number or not timeout > 0:
         raise GraphMisuse(
-            what=f"timeout is a number of seconds above 0, not {timeout!r}",
+            what=f"timeout is a number of seconds above 0, not {_shown(timeout)}",
             help_line="graphaccel.optimize(model, optimizer, timeout=600)",
         )
     if isinstance(example_batch, (str, bytes, Iterator, DataLoader)):
@@ -166,7 +175,7 @@ def check_max_programs(most: Any) -> None:
     """Raises GraphMisuse (GA407) for anything but a whole number above 0."""
     if isinstance(most, bool) or not isinstance(most, int) or most < 1:
         raise GraphMisuse(
-            what=f"max_programs is a whole number above 0, not {most!r}",
+            what=f"max_programs is a whole number above 0, not {_shown(most)}",
             help_line=f"graphaccel.optimize(model, optimizer, max_programs={MAX_PROGRAMS})",
         )
 
@@ -176,7 +185,7 @@ def _check_clip_norm(clip_norm: Any, optimizer: Any) -> None:
     if not number or not 0 < clip_norm < math.inf:
         raise GraphMisuse(
             what=f"clip_norm is the largest norm of all gradients, a number above 0, not "
-            f"{clip_norm!r}",
+            f"{_shown(clip_norm)}",
             help_line="graphaccel.optimize(model, optimizer, clip_norm=1.0)",
         )
     if optimizer is None:

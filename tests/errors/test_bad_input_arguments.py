@@ -54,6 +54,7 @@ CLUSTER = {"line": "cluster=graphaccel.planner.cluster.catalogue.cluster('h100-8
         ({"timeout": "long"}, _text("timeout is a number of seconds above 0, not 'long'", **TIMEOUT)),
         ({"timeout": -1.0}, _text("timeout is a number of seconds above 0, not -1.0", **TIMEOUT)),
         ({"loss_fn": nn.MSELoss}, _text("loss_fn is a function of the model's output and the targets, not <class 'torch.nn.modules.loss.MSELoss'>", **LOSS)),
+        ({"loss_fn": (torch.arange(300),)}, _text("loss_fn is a function of the model's output and the targets, not (tensor([ 0, 1, 2, 3, ...94, 295, 296, 297, 298, 299]),)", **LOSS)),
         ({"cluster": "h100"}, _text("cluster is a graphaccel.planner.cluster.cluster.Cluster, not 'h100'", **CLUSTER)),
     ],
 )  # fmt: skip
