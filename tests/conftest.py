@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.support.captures import FOLDER
 from tests.support.cases import some_cases, weight_of
-from tests.support.pool import Pool, uses_pool
+from tests.support.pool import Pool, collect, uses_pool
 
 pytest_plugins = ("tests.support.fixtures",)
 
@@ -124,12 +124,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return WithOnePool(config, log) if config.getoption("dist") == "loadfile" else None
 
 
+@pytest.fixture(scope="session")
+def _memory() -> list[int]:
+    """The argument of the next `collect`."""
+    return [0]
+
+
 @pytest.fixture(scope="module", autouse=True)
-def _kept() -> Iterator[None]:
+def _kept(_memory: list[int]) -> Iterator[None]:
     """Nor is what tests of a module keep for those of others."""
     yield
-    gc.collect()
-    gc.freeze()
+    _memory[0] = collect(_memory[0])
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -12,6 +12,7 @@ import gc
 import os
 import pickle
 import re
+import resource
 import signal
 import sys
 import tempfile
@@ -29,6 +30,7 @@ from typing import Any
 
 MOST_WORKERS = 8
 START_LIMIT_S = 300.0
+_GROWN_KIB = 2**18
 # What jobs import, once for all of them; transformers loads a model's module when it is asked for.
 _MODELS = ("bart", "bert", "gpt2", "llama", "mixtral", "resnet", "swin", "t5", "vit")
 PRELOADED = (
@@ -251,6 +253,7 @@ def _serve(pipe: connection.Connection, log: str) -> None:
     with open(log, "w") as stacks:
         faulthandler.enable(stacks, all_threads=True)
         pipe.send_bytes(pickle.dumps(_Idle()))
+        most = 0
         while True:
             try:
                 job: _Job = pickle.loads(pipe.recv_bytes())
@@ -260,8 +263,7 @@ def _serve(pipe: connection.Connection, log: str) -> None:
             idle = _Idle(spoilt=not dist.is_initialized())
             if not idle.spoilt:
                 dist.destroy_process_group()
-                gc.collect()
-                gc.freeze()  # captures that are kept for later jobs
+                most = collect(most)
                 gc.disable()  # a job may have enabled it
             pipe.send_bytes(pickle.dumps(idle))
             if idle.spoilt:
@@ -269,6 +271,19 @@ def _serve(pipe: connection.Connection, log: str) -> None:
                 # make and puts the count in its keys, so this process may from now on look
                 # for its peers under another name than they for it.
                 return
+
+
+def collect(most: int) -> int:
+    """Collect garbage, but among what earlier calls left only where this process has grown; what is
+    left is kept for later and not looked at again. most: the result of the last call, the largest
+    memory of the process at a collection of all, in KiB."""
+    now = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if now > most + _GROWN_KIB:
+        gc.unfreeze()
+        most = now
+    gc.collect()
+    gc.freeze()
+    return most
 
 
 def _answer(job: _Job) -> bytes:
