@@ -19,16 +19,12 @@ import graphaccel
 from graphaccel.errors import GraphMisuse
 from graphaccel.integrations.lightning import PlannedStrategy
 from tests.support.pool import Pool
+from tests.support.scripts import plans_of_two
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.filterwarnings("ignore")]
 
 WIDTH, CLASSES, CLOSE = 8, 4, 1e-9
-PLANS: dict[str, dict[str, Any]] = {
-    "data": {"data": 2},
-    "zero3": {"data": 2, "zero": 3},
-    "tensor": {"tensor": 2},
-    "pipeline": {"pipeline": 2, "microbatches": 2},
-}
+PLANS = plans_of_two("data", "zero3", "tensor", "pipeline")
 
 
 class Classifier(lightning.LightningModule):

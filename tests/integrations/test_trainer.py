@@ -14,18 +14,14 @@ from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 from graphaccel.integrations.transformers import Trainer
 from graphaccel.planner.plan.plan_name import plan_name
 from tests.support.pool import Pool
+from tests.support.scripts import plans_of_two
 
 pytestmark = [
     pytest.mark.multiprocess,
     pytest.mark.filterwarnings("ignore"),  # of the libraries: what they deprecate is not ours
 ]
 
-PLANS: dict[str, dict[str, Any]] = {
-    "data": {"data": 2},
-    "zero3": {"data": 2, "zero": 3},
-    "tensor": {"tensor": 2},
-    "pipeline": {"pipeline": 2, "microbatches": 2},
-}
+PLANS = plans_of_two("data", "zero3", "tensor", "pipeline")
 ROWS, LENGTH, WORDS = 40, 8, 32
 CLOSE = 1e-7  # the model is in float64, the loss of transformers in float32
 

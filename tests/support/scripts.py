@@ -19,8 +19,22 @@ from torch import Tensor, nn
 
 import graphaccel
 
+TWO = {
+    "data": {"data": 2},
+    "zero1": {"data": 2, "zero": 1},
+    "zero3": {"data": 2, "zero": 3},
+    "tensor": {"tensor": 2},
+    "pipeline": {"pipeline": 2, "microbatches": 2},
+}
+"""Plans of two devices by name: their pins."""
+
 Wrap = Callable[..., Any]
 Script = Callable[[Wrap], Iterator[Tensor]]
+
+
+def plans_of_two(*names: str) -> dict[str, dict[str, Any]]:
+    """The pins of some plans of two devices, by name."""
+    return {name: dict(TWO[name]) for name in names}
 
 
 def weights(model: nn.Module) -> Iterator[Tensor]:

@@ -17,15 +17,11 @@ from tests.gloo.run.test_first_step import Dropped
 from tests.proof.models import DEEP, Deep, Layer, Reverse, batch
 from tests.support.captures import captures_of
 from tests.support.pool import Pool
+from tests.support.scripts import plans_of_two
 
 pytestmark = pytest.mark.multiprocess
 
-PLANS: Mapping[str, Mapping[str, Any]] = {
-    "data": {"data": 2},
-    "zero3": {"data": 2, "zero": 3},
-    "tensor": {"tensor": 2},
-    "pipeline": {"pipeline": 2, "microbatches": 2},
-}
+PLANS = plans_of_two("data", "zero3", "tensor", "pipeline")
 
 
 def _hidden(x: Tensor) -> Tensor:

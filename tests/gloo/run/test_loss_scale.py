@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -12,17 +11,12 @@ from torch import Tensor, nn
 import graphaccel
 from tests.support.captures import captures_of
 from tests.support.pool import Pool
+from tests.support.scripts import plans_of_two
 from tests.support.small import Classifier, small_batch
 
 pytestmark = pytest.mark.multiprocess
 
-PLANS: dict[str, dict[str, Any]] = {
-    "data": {"data": 2},
-    "zero1": {"data": 2, "zero": 1},
-    "zero3": {"data": 2, "zero": 3},
-    "pipeline": {"pipeline": 2, "microbatches": 2},
-    "tensor": {"tensor": 2},
-}
+PLANS = plans_of_two("data", "zero1", "zero3", "pipeline", "tensor")
 STEPS, PLANTED, INTERVAL = 14, (2, 8), 4
 Life = tuple[list[float], list[bool], list[float], dict[str, Tensor]]
 """Losses, whether each step changed weights, the scale after it, and the weights at the end."""

@@ -15,17 +15,12 @@ from tests.gloo.scripts.test_semantics import furthest
 from tests.gloo.scripts.test_whole_matrices import ByNorm, TwoSided
 from tests.support.captures import captures_of
 from tests.support.pool import Pool
+from tests.support.scripts import plans_of_two
 from tests.support.small import Classifier, small_batch
 
 pytestmark = pytest.mark.multiprocess
 
-PLANS: dict[str, dict[str, Any]] = {
-    "data": {"data": 2},
-    "zero1": {"data": 2, "zero": 1},
-    "zero3": {"data": 2, "zero": 3},
-    "pipeline": {"pipeline": 2, "microbatches": 2},
-    "tensor": {"tensor": 2},
-}
+PLANS = plans_of_two("data", "zero1", "zero3", "pipeline", "tensor")
 SECOND: dict[str, Any] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.05),

@@ -17,14 +17,11 @@ from torch.nn import functional as F
 import graphaccel
 from tests.support.captures import captures_of
 from tests.support.pool import Pool
-from tests.support.scripts import Script, Wrap, furthest, weights
+from tests.support.scripts import Script, Wrap, furthest, plans_of_two, weights
 
 pytestmark = pytest.mark.multiprocess
 
-PLANS: dict[str, dict[str, Any]] = {
-    "zero3": {"data": 2, "zero": 3},
-    "pipeline": {"pipeline": 2, "microbatches": 2},
-}
+PLANS = plans_of_two("zero3", "pipeline")
 
 
 class Net(nn.Module):

@@ -12,12 +12,9 @@ from torch import Tensor, nn
 
 import graphaccel
 from tests.support.pool import Pool
-from tests.support.scripts import Wrap, furthest, weights
+from tests.support.scripts import Wrap, furthest, plans_of_two, weights
 
-PLANS: dict[str, dict[str, Any]] = {
-    "zero3": {"data": 2, "zero": 3},
-    "pipeline": {"pipeline": 2, "microbatches": 2},
-}
+PLANS = plans_of_two("zero3", "pipeline")
 STEPS = 10
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -12,12 +11,9 @@ from torch import Tensor, nn
 
 import graphaccel
 from tests.support.pool import Pool
-from tests.support.scripts import Wrap, furthest, weights
+from tests.support.scripts import Wrap, furthest, plans_of_two, weights
 
-PLANS: dict[str, dict[str, Any]] = {
-    "zero3": {"data": 2, "zero": 3},
-    "pipeline": {"pipeline": 2, "microbatches": 2},
-}
+PLANS = plans_of_two("zero3", "pipeline")
 
 
 class Net(nn.Module):

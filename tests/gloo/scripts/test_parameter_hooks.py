@@ -4,7 +4,6 @@ nothing of some: equal to plain PyTorch in float64."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -14,14 +13,11 @@ from torch.nn import functional as F
 import graphaccel
 from tests.support.captures import captures_of
 from tests.support.pool import Pool
-from tests.support.scripts import Wrap, furthest, weights
+from tests.support.scripts import Wrap, furthest, plans_of_two, weights
 
 pytestmark = pytest.mark.multiprocess
 
-PLANS: dict[str, dict[str, Any]] = {
-    "zero3": {"data": 2, "zero": 3},
-    "pipeline": {"pipeline": 2, "microbatches": 2},
-}
+PLANS = plans_of_two("zero3", "pipeline")
 
 
 class Net(nn.Module):

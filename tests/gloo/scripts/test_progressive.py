@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -11,13 +10,10 @@ from torch import Tensor, nn
 
 from graphaccel.errors import GraphAccelError
 from tests.support.pool import Pool
-from tests.support.scripts import Wrap, furthest, weights
+from tests.support.scripts import Wrap, furthest, plans_of_two, weights
 
 pytestmark = pytest.mark.multiprocess
-PLANS: dict[str, dict[str, Any]] = {
-    "zero3": {"data": 2, "zero": 3},
-    "pipeline": {"pipeline": 2, "microbatches": 2},
-}
+PLANS = plans_of_two("zero3", "pipeline")
 
 
 class Grown(nn.Module):

@@ -21,15 +21,12 @@ import graphaccel
 from graphaccel.errors import PartOfModel
 from tests.support.captures import captures_of
 from tests.support.pool import Pool
+from tests.support.scripts import plans_of_two
 from tests.support.small import Classifier, small_batch
 
 pytestmark = pytest.mark.multiprocess
 
-PLANS: dict[str, dict[str, Any]] = {
-    "zero3": {"data": 2, "zero": 3},
-    "tensor": {"tensor": 2},
-    "pipeline": {"pipeline": 2, "microbatches": 2},
-}
+PLANS = plans_of_two("zero3", "tensor", "pipeline")
 
 
 def _gpt2() -> GPT2LMHeadModel:
