@@ -56,7 +56,7 @@ def package_findings(version_of: Callable[[str], str | None]) -> list[Finding]:
     """Python and the packages; `version_of` gives a distribution's version or None."""
     findings = [Finding("python", platform.python_version())]
     findings.append(_torch(version_of("torch")))
-    for name in ("numpy", "networkx", "sympy", "onnx"):
+    for name in ("numpy", "networkx", "sympy", "onnx", "rich"):
         version = version_of(name)
         missing = "" if version else f"graphaccel needs it: pip install {name}"
         findings.append(Finding(name, version or "missing", missing, fatal=version is None))

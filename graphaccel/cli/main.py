@@ -39,6 +39,7 @@ from graphaccel.errors import (
     UnknownDevice,
 )
 from graphaccel.planner.plan.option_values import byte_count, positive
+from graphaccel.progress import print_styled
 
 INTERRUPTED = 130  # 128 + SIGINT
 CLOSED_PIPE = 141  # 128 + SIGPIPE
@@ -64,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except GraphAccelError as error:
         if os.environ.get("GRAPHACCEL_TRACEBACK") == "full":
             raise
-        print(error, file=sys.stderr)
+        print_styled(str(error), {f"error[{error.code}]": "bold red"}, sys.stderr)
         return _exit_code(error)
 
 

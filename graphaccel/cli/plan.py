@@ -36,7 +36,7 @@ from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.profile.rate_correction import model_key, step_time, with_step
 from graphaccel.planner.search.branch_and_bound import solve_all
 from graphaccel.planner.search.record import Record
-from graphaccel.progress import progress
+from graphaccel.progress import print_styled, progress
 from graphaccel.proof.comparison import pair_of
 from graphaccel.proof.first_step import prove
 from graphaccel.report.assumptions import assumed_of
@@ -49,6 +49,12 @@ from graphaccel.report.html import html_page
 from graphaccel.report.text import facts_text
 from graphaccel.report.trace import trace_json
 
+_VERDICTS = {
+    "; safe:": "green",
+    "; likely:": "yellow",
+    "; risky:": "bold yellow",
+    "; impossible:": "bold red",
+}
 INTERRUPTED = 130  # 128 + SIGINT
 _DRAWN = 1500  # candidates drawn in a picture; if there are more, only those the search solved
 
@@ -315,7 +321,7 @@ def _show(args: argparse.Namespace, facts: Facts, out: TextIO) -> None:
         shown = facts.to_json()
     else:
         shown = facts_text(facts) if args.explain else brief_text(facts)
-    print(shown, end="", file=out)
+    print_styled(shown, {} if args.export or args.format == "json" else _VERDICTS, out, end="")
 
 
 def _save(args: argparse.Namespace, plan: Plan) -> list[str]:

@@ -44,9 +44,9 @@ def train_command(arguments: argparse.Namespace) -> int:
     batch_pins(settings, pins, devices)  # refused before processes start
     if devices > 1 and world is None:
         from graphaccel.runtime import launch
-        from graphaccel.training.rows import token_files
+        from graphaccel.training.rows import prepare
 
-        token_files(settings)
+        prepare(settings)
         return launch.run_script(devices, sys.orig_argv[1:], (), arguments.all_output)
     from graphaccel.training.run import train
 

@@ -43,7 +43,7 @@ from graphaccel.guards.places import Place, places
 from graphaccel.guards.refusals import too_many
 from graphaccel.guards.system import Question
 from graphaccel.ir.replication.unfold import input_nodes
-from graphaccel.progress import progress
+from graphaccel.progress import progress, running
 
 MOST = 8
 """Most captures for one batch signature that differ in Python values only."""
@@ -94,7 +94,8 @@ class Captures:
             others.append(step)
         start = time.perf_counter()
         fixed = fixed and not training and all(step.training for step in self.steps.values())
-        step = self._captured(batch, training, others, symbolic=not fixed)
+        with running("capture"):
+            step = self._captured(batch, training, others, symbolic=not fixed)
         progress("capture", f"{step.nodes:,} ops", time.perf_counter() - start)
         return step, self._sizes(step, batch)
 

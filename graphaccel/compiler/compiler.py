@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -45,7 +46,7 @@ from graphaccel.planner.profile.profile import Profile
 from graphaccel.planner.profile.rate_correction import model_key, precision_name, refined
 from graphaccel.planner.search.record import Record
 from graphaccel.planner.search.search import Conditions, search
-from graphaccel.progress import progress
+from graphaccel.progress import progress, running
 from graphaccel.report.rules import missing, priced_rules
 from graphaccel.sharding.rules.batch_placement import NO_RULE
 
@@ -172,16 +173,17 @@ class Compiler:
         self._refuse_missing(layouts.whole.step, limits)
         size = sizes.get(BATCH, step.batch_size)
         conditions = Conditions(limits, size, self.model.shardable, self.stepping())
-        plan = search(
-            layouts.whole.step,
-            cluster,
-            pins=self.pins,
-            optimizer_bytes=int(4 * self.model.optimizer_bytes),
-            profiles=layouts,
-            conditions=conditions,
-            refine=refine,
-            record=record,
-        )
+        with running("plan") if record is None else nullcontext():  # else what records, shows it
+            plan = search(
+                layouts.whole.step,
+                cluster,
+                pins=self.pins,
+                optimizer_bytes=int(4 * self.model.optimizer_bytes),
+                profiles=layouts,
+                conditions=conditions,
+                refine=refine,
+                record=record,
+            )
         program = built.get(plan.decided(notes=()))
         if program is None:
             plan, program = self.refine(step, plan, batch, sizes)

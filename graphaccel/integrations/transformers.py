@@ -50,8 +50,8 @@ class PlannedSteps(_Trainer):
         """Start the ranks, and tell Accelerate that each of them is alone."""
         self._settings, state = start(pins_of(self.args, self._settings))
         self.args.distributed_state = state
-        self.args._n_gpu = min(self.args.n_gpu, 1)
-        vars(self.args)["_setup_devices"] = state.device
+        vars(self.args)["_setup_devices"] = state.device  # else it warns of the group that exists
+        self.args._n_gpu = int(state.device.type == "cuda")
         super().create_accelerator_and_postprocess()
 
     def create_optimizer(self, *args: Any) -> torch.optim.Optimizer:

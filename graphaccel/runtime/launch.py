@@ -8,6 +8,7 @@ becomes one line and an exit code instead of the launcher's traceback.
 from __future__ import annotations
 
 import builtins
+import logging
 import multiprocessing
 import os
 import shlex
@@ -122,6 +123,9 @@ def launch(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     check_devices(devices)
+    if "LOGLEVEL" not in os.environ:  # it says in two lines what is said below in one
+        name = "torch.distributed.elastic.multiprocessing.api"
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     # Iteration over sets decides batch order in some scripts: it must be the same on every rank.
     os.environ.setdefault("PYTHONHASHSEED", "0")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // devices)))

@@ -43,14 +43,15 @@ def make_rows(settings: Settings, config: PretrainedConfig) -> Rows:
     return _of_tokens(settings, config, tokenizer)
 
 
-def token_files(settings: Settings) -> None:
-    """Write the token files that a task needs, so that every rank finds them."""
-    if settings.task not in ("causal-lm", "masked-lm"):
-        return
-    tokenizer = text.load_tokenizer(settings)
-    for paths, name in ((settings.data, "train"), (settings.validation, "validation")):
-        if paths:
-            text.token_rows(settings, paths, tokenizer, name)
+def prepare(settings: Settings) -> None:
+    """Read the model's configuration and the data once, and write the token files, before processes
+    start: each would find the same, and say it.
+
+    Raises BadData (GA417), BadTraining (GA418).
+    """
+    config = models.read_config(settings.model, settings.model_settings)
+    models.forward_of(model_task(settings), config)
+    make_rows(settings, config)
 
 
 def _of_tokens(

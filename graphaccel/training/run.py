@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +45,11 @@ def train(settings: Settings, pins: Mapping[str, Any], devices: int) -> dict[str
     validation = rows.validation
     if settings.eval_batches is not None:
         validation = FirstRows(validation, settings.eval_batches * batch)
+    with _without_advice():
+        arguments = _arguments(settings, rows, evaluated=len(validation) > 0)
     trainer = Trainer(
         model=model,
-        args=_arguments(settings, rows, evaluated=len(validation) > 0),
+        args=arguments,
         train_dataset=FirstRows(rows.train, _whole_batches(settings, rows)),
         eval_dataset=validation if len(validation) else None,
         compute_metrics=_accuracy if settings.task in _CLASSES else None,
@@ -61,6 +65,18 @@ def train(settings: Settings, pins: Mapping[str, Any], devices: int) -> dict[str
     if rows.tokenizer is not None and trainer.args.should_save:
         rows.tokenizer.save_pretrained(folder)
     return metrics
+
+
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """Meanwhile TrainingArguments gives no advice about torch's DDP, whose place a plan takes."""
+    logger = logging.getLogger("transformers.training_args")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _arguments(settings: Settings, rows: Rows, *, evaluated: bool) -> TrainingArguments:

@@ -248,9 +248,9 @@ def test_run_passes_the_script_its_own_options(monkeypatch: pytest.MonkeyPatch) 
     assert cli.main("run --devices 2 --all-output -m pkg.train --epochs 3".split()) == 5
     scripts = ["train.py", "--p", "3", "--dev", "4", "--zero=1", "--tensor", "2", "--", "-q"]
     assert calls == [
-        (2, ["train.py", "--devices", "3", "-m", "x"], [], False),
-        (2, scripts, [], False),
-        (2, ["-m", "pkg.train", "--epochs", "3"], [], True),
+        (2, ["train.py", "--devices", "3", "-m", "x"], [], False, None),
+        (2, scripts, [], False, None),
+        (2, ["-m", "pkg.train", "--epochs", "3"], [], True, None),
     ]
 
 
@@ -280,7 +280,7 @@ def test_pins_of_run_come_before_those_of_the_script(monkeypatch: pytest.MonkeyP
     flags = "--zero 3 --data 2 --stage-of head=1 --no-sequence --ort a,b --recompute h.0,h.1"
     flags += " --schedule gpipe --bucket-bytes 1MiB --cuts a"
     assert cli.main(f"run --devices 2 {flags} train.py --zero 1".split()) == 0
-    assert calls == [(2, ["train.py", "--zero", "1"], [], False)]
+    assert calls == [(2, ["train.py", "--zero", "1"], [], False, None)]
     given = {"zero": 3, "data": 2, "stage_of": {"head": 1}, "sequence": False, "ort": ("a", "b")}
     given |= {"recompute": ("h.0", "h.1"), "schedule": "gpipe", "bucket_bytes": 1 << 20}
     given |= {"cuts": ("a",)}

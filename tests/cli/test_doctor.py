@@ -16,6 +16,7 @@ COMPLETE = {
     "networkx": "3.4",
     "sympy": "1.14.0",
     "onnx": "1.19.0",
+    "rich": "15.0.0",
     "onnxruntime-training-cpu": "1.19.2",
     "triton": "3.5.0",
 }
