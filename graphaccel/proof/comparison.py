@@ -140,7 +140,11 @@ class Pair:
             n: held[n].detach().to(t.dtype) for n, t in changed.items() if n not in eager.buffers
         }
         ours = {n: t for n, t in graph.buffers.items() if n in changed or n in eager.buffers}
-        return replace(graph, buffers=ours), replace(eager, buffers={**eager.buffers, **kept})
+        # A step hands out no gradient of what is frozen after the first capture.
+        trained = {n for n, p in model.named_parameters() if p.requires_grad}
+        gradients = {n: g for n, g in graph.gradients.items() if n in trained}
+        graph = replace(graph, buffers=ours, gradients=gradients)
+        return graph, replace(eager, buffers={**eager.buffers, **kept})
 
     def eager_runs(self) -> None:
         """Run eager code on the whole batch. Raises what the user's model raises."""

@@ -67,3 +67,30 @@ def _difference(pins: dict[str, Any], group: bool) -> float:
 )
 def test_frozen_after_the_capture(pool: Pool, pins: dict[str, Any], group: bool) -> None:
     assert max(pool.run(2, _difference, pins, group)) <= 1e-10
+
+
+def _lengths(pins: dict[str, Any] | None) -> dict[str, torch.Tensor]:
+    """Weights after steps on two shapes of batches, the second with a base that was frozen, and
+    unfrozen later."""
+    torch.manual_seed(0)
+    model = Tuned().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    if pins is not None:
+        graphaccel.optimize(model, optimizer, **pins)
+    for step, trained in enumerate((True, True, False, False, True)):
+        model.base.requires_grad_(trained)
+        x, y = torch.randn(2, 8, *([3] if step > 1 else []), 8).double()
+        optimizer.zero_grad()
+        model(x, y).backward()
+        optimizer.step()
+    return model.state_dict() if pins is None else graphaccel.full_state_dict(model)
+
+
+@captures_of("unfrozen, two shapes")
+def _difference_of_lengths(pins: dict[str, Any]) -> float:
+    return furthest(_lengths(pins), _lengths(None))
+
+
+@pytest.mark.parametrize("pins", [{"data": 2}, {"pipeline": 2, "microbatches": 2}])
+def test_captured_again_while_frozen(pool: Pool, pins: dict[str, Any]) -> None:
+    assert max(pool.run(2, _difference_of_lengths, pins)) <= 1e-10
