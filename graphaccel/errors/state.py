@@ -30,24 +30,27 @@ class StateFrozen(GraphAccelError):
 class DrawnOutside(GraphAccelError):
     """The forward draws random numbers from another generator than torch's default one.
 
-    generator: e.g. "Python's `random`". help_line: what to write instead.
+    generator: e.g. "Python's `random`". help_line: what to write instead, if it is one of torch's.
     """
 
     code = "GA107"
     module: str
     generator: str
     location: Location | None = None
-    help_line: str = (
-        "draw with torch, and choose without a branch:  "
-        "x = torch.where(torch.rand((), device=x.device) < 0.5, a, b)"
-    )
+    help_line: str = ""
 
     def message(self) -> Message:
+        lines = (
+            "draw with torch, and choose without a branch:  "
+            "x = torch.where(torch.rand((), device=x.device) < 0.5, a, b)",
+            "or draw in the script, before each step, and read that in the forward:  "
+            "model.drawn = random.random()",
+        )
         return Message(
             f"cannot capture `{self.module}`: it draws from {self.generator}",
             self.location,
             note="a graph would keep the number that was drawn at capture",
             why="only torch's default generator is drawn from anew in every step, and is the same "
             "on every rank",
-            help=(self.help_line,),
+            help=(self.help_line,) if self.help_line else lines,
         )

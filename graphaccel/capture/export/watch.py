@@ -221,7 +221,8 @@ class _Functions(TorchFunctionMode):
         raise RuleRefused(
             "a write to `.data`",
             "gradients would not know of the new value",
-            "compute it as a new tensor, or change a parameter outside of the forward",
+            "leave that to the script, before each step:  "
+            "with torch.no_grad(): model.layer.weight.copy_(value)",
         )
 
     def _read_node(self, func: Any, tensor: torch.Tensor) -> Any:

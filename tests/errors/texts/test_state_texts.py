@@ -50,6 +50,7 @@ error[GA107]: cannot capture `Net.forward`: it draws from Python's `random`
       |     ^^^^^^^^^^^^^^^^^^^^^^^^^ a graph would keep the number that was drawn at capture
   why:  only torch's default generator is drawn from anew in every step, and is the same on every rank
   help: draw with torch, and choose without a branch:  x = torch.where(torch.rand((), device=x.device) < 0.5, a, b)
+  help: or draw in the script, before each step, and read that in the forward:  model.drawn = random.random()
   explain: graphaccel explain GA107""",
     ),
 ]
@@ -104,6 +105,7 @@ error[GA107]: cannot capture `Counting.forward`: it draws from GENERATOR
       |             ^^^^^^^^UNDER a graph would keep the number that was drawn at capture
   why:  only torch's default generator is drawn from anew in every step, and is the same on every rank
   help: draw with torch, and choose without a branch:  x = torch.where(torch.rand((), device=x.device) < 0.5, a, b)
+  help: or draw in the script, before each step, and read that in the forward:  model.drawn = random.random()
   explain: graphaccel explain GA107"""
 
 SEEDED = """\
