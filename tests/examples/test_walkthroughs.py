@@ -98,6 +98,15 @@ def test_full_sizes_are_those_that_are_named(file: str) -> None:
     assert set(pins) <= {"precision", "recompute"}
 
 
+def test_one_line_of_the_fine_tuning_is_changed() -> None:
+    page = (EXAMPLES / "bert/README.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```diff\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
+    (before,), (after,) = (re.findall(rf"^\{sign}(.*)$", block, re.MULTILINE) for sign in "-+")
+    assert before == "from transformers import Trainer"
+    script = (EXAMPLES / "bert/finetune.py").read_text(encoding="utf-8").split('"""')[2]
+    assert [line for line in script.splitlines() if "graphaccel" in line] == [after]
+
+
 def test_small_and_full_settings_are_of_one_task() -> None:
     for folder in WALKTHROUGHS:
         tasks = {yaml.safe_load(f.read_text())["task"] for f in (EXAMPLES / folder).glob("*.yaml")}
