@@ -91,6 +91,7 @@ trainer = Trainer(
         eval_strategy="steps",
         eval_steps=max(1, options.steps // 2),
         save_strategy="no",
+        dataloader_pin_memory=torch.cuda.is_available(),
         report_to=[],
     ),
     train_dataset=rows[cut:],

@@ -51,6 +51,7 @@ trainer = Trainer(
         warmup_steps=options.steps // 10,
         logging_steps=max(1, options.steps // 6),
         save_strategy="no",
+        dataloader_pin_memory=torch.cuda.is_available(),
         report_to=[],
     ),
     train_dataset=[{"pixel_values": image} for image in images],

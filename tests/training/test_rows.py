@@ -155,3 +155,30 @@ def test_an_output_folder_is_made(tmp_path: Path) -> None:
     deep = tmp_path / "a" / "b"
     make_rows(settings(data=(str(data),), output=deep), transformers.GPT2Config(n_positions=8))
     assert (deep / "train.idx").is_file()
+
+
+def test_pairs_of_sentences_have_masks_but_not_in_what_separates_them(tmp_path: Path) -> None:
+    texts = [f"First {n} words here. Then {n} more follow. And an end." for n in range(30)]
+    file = write_lines(tmp_path / "text.jsonl", [{"text": text} for text in texts])
+    given = settings(
+        task="masked-lm", model="bert", data=(str(file),), output=tmp_path / "out",
+        next_sentence=True, length=64, split="80,20", mask_probability=0.5,
+    )  # fmt: skip
+    rows = make_rows(given, transformers.BertConfig(max_position_embeddings=64))
+    assert len(rows.train) == pytest.approx(4 * len(rows.validation), abs=3)
+    labels = []
+    for number in range(len(rows.train)):
+        row = rows.train[number]
+        special = text.special_tokens(TOKENIZER).all
+        predicted = row["labels"] != text.IGNORED
+        original = row["input_ids"].where(~predicted, row["labels"])
+        assert not torch.isin(row["labels"], torch.tensor(special)).any()
+        assert original[0] == special[0]
+        assert 0.2 < predicted.sum() / row["attention_mask"].sum() < 0.8
+        assert set(row) == {
+            "input_ids", "token_type_ids", "attention_mask", "labels", "next_sentence_label"
+        }  # fmt: skip
+        labels.append(int(row["next_sentence_label"]))
+    assert set(labels) == {0, 1}
+    with pytest.raises(BadTraining, match="takes no next_sentence_label"):
+        make_rows(given, transformers.RobertaConfig(max_position_embeddings=64))
