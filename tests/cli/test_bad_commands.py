@@ -191,8 +191,10 @@ def test_what_models_and_child_processes_print_is_not_in_the_report(tmp_path: Pa
     done = _command(tmp_path, *words)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["schema"] == 1
-    for who in ("forward", "a child", "a descriptor"):
+    for who in ("a child", "a descriptor"):
         assert f"{who} says hello" in done.stderr
+    assert "Noisy.forward prints (noisy.py:12): the graph of a step does not" in done.stderr
+    assert "forward says hello" not in done.stderr
 
 
 def test_output_that_can_not_be_written_is_no_traceback(tmp_path: Path) -> None:
