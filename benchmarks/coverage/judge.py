@@ -89,8 +89,9 @@ def _judged(part: str, name: str, setting: str, dtype: torch.dtype) -> dict[str,
         finite = all(torch.isfinite(g).all() for g in got["grads"].values())
         return {"outcome": "random" if finite else "wrong", "detail": "", "held": held, "of": every}
     wrong = _difference(expected, got, _bound(entry.model))
-    if wrong is not None and dtype == torch.float32 and not draws:
-        wrong = _beyond_rounding(build, expected, got, wrong)
+    if wrong is not None and not draws:
+        with casts_of(part, dtype):
+            wrong = _beyond_rounding(build, expected, got, wrong)
     outcome = "right" if wrong is None else "wrong"
     return {"outcome": outcome, "detail": wrong or "", "held": held, "of": every}
 

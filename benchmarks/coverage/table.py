@@ -23,10 +23,10 @@ Each entry is a small model with its loss, compared with plain eager mode on one
 and every gradient, in float64 where the entry can, within 1e-8 of the largest value of the tensor.
 Models run in float64 with their own casts to float32 lifted; those that do not run so, or have over
 40 million parameters, run in float32 as they are, within 1e-4 (`float32` in the JSON). Gradients
-under 1e-5 of the model's largest are compared with that. In float32 a difference above 1e-4 counts
-as rounding where eager mode changes as much by itself: by up to four times what each gradient (or
-the median gradient) changes in four runs with every weight one unit of rounding higher, lower or as
-it is. Deep networks with BatchNorm over a few values are such.
+under 1e-5 of the model's largest are compared with that. A larger difference counts as rounding
+where eager mode changes as much by itself: by up to four times what each gradient (or the median
+gradient) changes in four runs, or sixteen, with every weight one unit of rounding higher, lower or
+as it is. Deep networks with BatchNorm over a few values are such.
 
 | outcome | |
 |---|---|
