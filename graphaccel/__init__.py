@@ -12,7 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from graphaccel import errors
-from graphaccel.compat.collections import no_collections
+from graphaccel.compat.collections import importing
 from graphaccel.errors import GraphAccelError
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import a public function, and torch with it, when it is first used."""
     if name in _PUBLIC:
-        with no_collections():
+        with importing(_PUBLIC[name]):
             module = importlib.import_module(_PUBLIC[name])
         return getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

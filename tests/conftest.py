@@ -40,6 +40,9 @@ SLOW = (
 """Folders in the order in which they run, before all others: files that take a minute come first,
 or one process would still run the last of them when the other has ended."""
 
+MANY = 1_000_000
+"""Objects that a test leaves without a collection."""
+
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
@@ -105,9 +108,11 @@ def _weight(item: pytest.Item) -> int:
 
 
 def pytest_collection_finish() -> None:
-    """What the imports left is never garbage: collections need not look at it again."""
+    """What the imports left is never garbage: collections need not look at it again. There is one
+    after each module, and after each test that left much: none of what a capture builds."""
     gc.collect()
     gc.freeze()
+    gc.disable()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -122,6 +127,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return "pool" if uses_pool(config.rootpath / file) else file
 
     return WithOnePool(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+@pytest.fixture(autouse=True)
+def _left() -> Iterator[None]:
+    """Tests that create very many objects leave none of them to the next."""
+    yield
+    if gc.get_count()[0] > MANY:
+        gc.collect()
 
 
 @pytest.fixture(scope="session")

@@ -30,7 +30,7 @@ from graphaccel.cli.values import (
     target,
     whole_number,
 )
-from graphaccel.compat.collections import no_collections
+from graphaccel.compat.collections import importing
 from graphaccel.errors import (
     BadCluster,
     BatchNotDivisible,
@@ -379,7 +379,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         }
         for option in (option for option, given in beside.items() if given):
             arguments.usage_error(f"--export prints nothing else: leave {option} out")
-    with no_collections():
+    with importing("graphaccel.cli.plan"):
         from graphaccel.cli.plan import plan_command
 
     return plan_command(arguments)
@@ -396,7 +396,7 @@ def _check_sweep(arguments: argparse.Namespace) -> None:
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:
-    with no_collections():
+    with importing("graphaccel.cli.calibrate"):
         from graphaccel.cli.calibrate import calibrate_command
 
     return calibrate_command(arguments)
@@ -437,7 +437,7 @@ def _fusion(arguments: argparse.Namespace) -> int:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
-    with no_collections():
+    with importing("graphaccel.cli.explain"):
         from graphaccel.cli.explain import explain_command
 
     return explain_command(arguments.subject, rules=arguments.rules, strict=arguments.strict)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,3 +22,13 @@ def no_collections() -> Iterator[None]:
         if gc.isenabled() and not gc.get_freeze_count():
             gc.freeze()  # existing objects count as old: not scanned at once
             gc.unfreeze()
+
+
+@contextmanager
+def importing(module: str) -> Iterator[None]:
+    """`no_collections`, where a module is not imported yet."""
+    if module in sys.modules:
+        yield
+        return
+    with no_collections():
+        yield

@@ -115,7 +115,7 @@ USES: dict[str, tuple[Callable[[Any, Tensor], Any], Callable[[Any], object]]] = 
     ),
     "a flag of Python's by its own name": (
         lambda _, h: 2 * h if isenabled() else h,
-        lambda _: gc.disable(),
+        lambda _: gc.disable() if isenabled() else gc.enable(),
     ),
     "the working directory": (
         lambda _, h: h * len(os.getcwd()),
@@ -139,11 +139,14 @@ def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("gelu", "relu"):
         monkeypatch.setattr(functional, name, getattr(functional, name))
     Table.values["scale"], threads = 1.0, torch.get_num_threads()
-    limit, folder = sys.getrecursionlimit(), os.getcwd()
+    limit, folder, collects = sys.getrecursionlimit(), os.getcwd(), isenabled()
     yield
     sys.setrecursionlimit(limit)
     os.chdir(folder)
-    gc.enable()
+    if collects:
+        gc.enable()
+    else:
+        gc.disable()
     torch.backends.cudnn.set_flags(_benchmark=False)
     torch.use_deterministic_algorithms(False)
     torch.set_num_threads(threads)
