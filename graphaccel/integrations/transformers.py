@@ -51,7 +51,7 @@ class PlannedSteps(_Trainer):
         self._settings, state = start(pins_of(self.args, self._settings))
         self.args.distributed_state = state
         vars(self.args)["_setup_devices"] = state.device  # else it warns of the group that exists
-        self.args._n_gpu = int(state.device.type == "cuda")
+        self.args._n_gpu = int(str(state.device).startswith("cuda"))
         super().create_accelerator_and_postprocess()
 
     def create_optimizer(self, *args: Any) -> torch.optim.Optimizer:

@@ -14,7 +14,7 @@ def forget_graphs(model: nn.Module) -> None:
     parameters."""
     for module in model.modules():
         for hook in module._forward_pre_hooks.values():
-            name = getattr(hook, "name", getattr(hook, "_tensor_name", None))
+            name = str(getattr(hook, "name", getattr(hook, "_tensor_name", "")))
             value = vars(module).get(name)
             if isinstance(value, torch.Tensor) and value.grad_fn is not None:
                 vars(module)[name] = value.detach()
