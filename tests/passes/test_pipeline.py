@@ -25,7 +25,15 @@ from tests.passes.support import LINEAR, program_of
 LEVELS = ("step", "rank", "joint", "program", "sums")
 ELSEWHERE = {"two_pass_head", "place_ort"}
 """Passes whose graphs are not texts: tests/passes/steps, tests/ort."""
-STEPS = {"fuse", "scatter_sends", "chunk_loss"}
+STEPS = {
+    "chunk_loss",
+    "drop_backward",
+    "exact_microbatch",
+    "fuse",
+    "lower_precision",
+    "scatter_sends",
+    "synchronise_batch_norm",
+}
 """Passes whose texts are in tests/passes/steps."""
 TESTED = [each.name for each in PIPELINE if each.name not in ELSEWHERE]
 
