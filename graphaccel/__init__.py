@@ -12,8 +12,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from graphaccel import errors
-from graphaccel.compat.collections import importing
 from graphaccel.errors import GraphAccelError
+from graphaccel.garbage import importing
 
 if TYPE_CHECKING:
     from graphaccel.api import (

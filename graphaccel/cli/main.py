@@ -30,7 +30,6 @@ from graphaccel.cli.values import (
     target,
     whole_number,
 )
-from graphaccel.compat.collections import importing
 from graphaccel.errors import (
     BadCluster,
     BatchNotDivisible,
@@ -38,6 +37,7 @@ from graphaccel.errors import (
     InfeasiblePlan,
     UnknownDevice,
 )
+from graphaccel.garbage import importing
 from graphaccel.planner.plan.option_values import byte_count, positive
 from graphaccel.progress import print_styled
 

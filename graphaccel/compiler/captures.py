@@ -28,7 +28,6 @@ from graphaccel.capture.state.numbers import same_but_numbers
 from graphaccel.capture.state.observe import Observed, observe
 from graphaccel.capture.stepgraph import MANY, StepGraph, capture
 from graphaccel.capture.symbols import BATCH, SEQUENCE
-from graphaccel.compat.collections import no_collections
 from graphaccel.compat.torch import pytree
 from graphaccel.compat.torch.fakes import FakeTensor, FakeTensorMode
 from graphaccel.compiler.capture_apart import capture_apart
@@ -36,6 +35,7 @@ from graphaccel.compiler.capture_context import without_autocast
 from graphaccel.compiler.input_checks import refuse_empty
 from graphaccel.compiler.model import Model, follow_attributes, without_data
 from graphaccel.errors import GraphAccelError, StateFrozen, Unsupported
+from graphaccel.garbage import no_collections
 from graphaccel.guards.effects import effect_text
 from graphaccel.guards.guards import Guards
 from graphaccel.guards.numbers import named_as_inputs

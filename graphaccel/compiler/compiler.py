@@ -18,7 +18,6 @@ from graphaccel.capture.batch import Batch, resized
 from graphaccel.capture.batch_dims import assignments
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH
-from graphaccel.compat.collections import no_collections
 from graphaccel.compiler.captures import Captures
 from graphaccel.compiler.given_plan import check_batch, check_given_plan
 from graphaccel.compiler.model import Model
@@ -29,6 +28,7 @@ from graphaccel.compiler.profile_graph import localised
 from graphaccel.compiler.program_memory import ProgramMemory
 from graphaccel.compiler.programs import Target, build, placed_programs
 from graphaccel.errors import GraphAccelError
+from graphaccel.garbage import no_collections
 from graphaccel.ir.program import StepProgram
 from graphaccel.kernels.registry import without_tensor_axis
 from graphaccel.passes.context import Fixed
