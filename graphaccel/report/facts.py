@@ -30,7 +30,8 @@ from graphaccel.planner.plan.plan_name import plan_name
 from graphaccel.planner.plan.prediction import Prediction
 from graphaccel.planner.profile.candidate_cuts import stage_positions
 from graphaccel.planner.profile.layout_profiles import Layouts
-from graphaccel.planner.profile.profile import Profile, SizedProfile
+from graphaccel.planner.profile.microbatch_profile import SizedProfile
+from graphaccel.planner.profile.profile import Profile
 from graphaccel.report.certainty import (
     Calibration,
     Reserve,

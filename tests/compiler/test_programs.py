@@ -49,6 +49,9 @@ PLANS: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {
     "their shards away": ({"data": 2, "zero": 3, "offload": ("optimizer", "parameters")}, ()),
 }
 
+# A block copies from the host what the block after next gathers: no neighbour of a repeated layer.
+TWO_AHEAD = ("their shards away",)
+
 
 @pytest.mark.parametrize("name", PLANS)
 def test_programs_of_stages_are_those_of_all_layers(
@@ -70,5 +73,8 @@ def test_programs_of_stages_are_those_of_all_layers(
     monkeypatch.setattr(replicated, "is_less_work", lambda *_: True)
     monkeypatch.setattr(offload_activations, "LARGE", 1)
     made = build(deep, plan, sizes=deep.sizes)
-    assert repeated == [len(cuts) + 1], "all layers were rewritten"
+    if name in TWO_AHEAD:
+        assert not repeated, "made of few layers: take it out of TWO_AHEAD"
+    else:
+        assert repeated == [len(cuts) + 1], "all layers were rewritten"
     assert_same(made, build(whole(deep), plan, sizes=deep.sizes), plan)

@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import grimp
+import networkx as nx
+
 ROOT = Path(__file__).resolve().parents[2]
 FILE_LINES, TEST_LINES = 450, 400
 FUNCTION_LINES = 60
@@ -35,6 +38,17 @@ def test_no_function_is_too_long() -> None:
         if lines > FUNCTION_LINES
     }
     assert not long
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Imports for types alone count too."""
+    imports, graph = grimp.build_graph("graphaccel", cache_dir=None), nx.DiGraph()
+    for module in imports.modules:
+        used = imports.find_modules_directly_imported_by(module)
+        graph.add_edges_from((module, other) for other in used)
+    circles = [sorted(own) for own in nx.strongly_connected_components(graph) if len(own) > 1]
+    assert len(graph) > 100
+    assert not circles
 
 
 def test_no_folder_has_too_many_files() -> None:

@@ -16,7 +16,8 @@ from graphaccel.planner.cluster.cluster import Cluster
 from graphaccel.planner.estimate.stage_costs import StageCost
 from graphaccel.planner.plan.offload import LARGE
 from graphaccel.planner.plan.plan import Plan
-from graphaccel.planner.profile.profile import Profile, SizedProfile
+from graphaccel.planner.profile.microbatch_profile import SizedProfile
+from graphaccel.planner.profile.profile import Profile
 
 
 def offloaded_bytes(profile: Profile, sized: SizedProfile, plan: Plan) -> np.ndarray:

@@ -34,7 +34,9 @@ from graphaccel.planner.memory.phases import STEP
 from graphaccel.planner.plan.offload import placed_optimizer, placed_parameters
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.plan.prediction import StageMemory
-from graphaccel.planner.profile.profile import Parameter, Profile, SizedProfile
+from graphaccel.planner.profile.microbatch_profile import SizedProfile
+from graphaccel.planner.profile.profile import Profile
+from graphaccel.planner.profile.step_columns import Parameter
 
 _TRAVELLING = 2  # messages held by a rank: one that it awaits, one sent and not yet freed
 

@@ -15,7 +15,9 @@ from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.profile.axis_collectives import wires_of
 from graphaccel.planner.profile.candidate_cuts import stage_positions
 from graphaccel.planner.profile.efficiency import computing
-from graphaccel.planner.profile.profile import Parameter, Profile, SizedProfile
+from graphaccel.planner.profile.microbatch_profile import SizedProfile
+from graphaccel.planner.profile.profile import Profile
+from graphaccel.planner.profile.step_columns import Parameter
 
 # Starting a stage's graph for one microbatch costs as much host time as starting some ops.
 _LAUNCHES_AN_ACTION = 10

@@ -13,7 +13,8 @@ from graphaccel.planner.estimate.estimated_memory import in_parts
 from graphaccel.planner.plan.axis_order import number_of
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.profile.candidate_cuts import stage_positions
-from graphaccel.planner.profile.profile import Profile, SizedProfile
+from graphaccel.planner.profile.microbatch_profile import SizedProfile
+from graphaccel.planner.profile.profile import Profile
 
 
 def device_number(plan: Plan, pipeline_rank: int, data_rank: int = 0) -> int:

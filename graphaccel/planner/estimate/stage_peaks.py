@@ -21,7 +21,8 @@ from graphaccel.planner.estimate.zero_memory import (
 )
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.profile.block_recompute import Recomputation
-from graphaccel.planner.profile.profile import Profile, SizedProfile
+from graphaccel.planner.profile.microbatch_profile import SizedProfile
+from graphaccel.planner.profile.profile import Profile
 
 
 @dataclass(frozen=True, eq=False)

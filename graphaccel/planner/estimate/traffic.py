@@ -31,7 +31,8 @@ from graphaccel.planner.estimate.stage_messages import device_number, gathered_b
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.profile.axis_collectives import KINDS, sent_bytes, wires_of
 from graphaccel.planner.profile.cost import Sizes
-from graphaccel.planner.profile.profile import Profile, SizedProfile
+from graphaccel.planner.profile.microbatch_profile import SizedProfile
+from graphaccel.planner.profile.profile import Profile
 
 
 @dataclass(frozen=True)

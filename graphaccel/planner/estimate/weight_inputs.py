@@ -12,7 +12,8 @@ import numpy as np
 
 from graphaccel.planner.estimate.stage_costs import StageCost
 from graphaccel.planner.plan.plan import Plan
-from graphaccel.planner.profile.profile import Profile, SizedProfile
+from graphaccel.planner.profile.microbatch_profile import SizedProfile
+from graphaccel.planner.profile.profile import Profile
 
 
 def weight_inputs(profile: Profile, sized: SizedProfile) -> np.ndarray:

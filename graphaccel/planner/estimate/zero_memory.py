@@ -16,7 +16,8 @@ import numpy as np
 from graphaccel.planner.estimate.gradient_buckets import bucket_limit
 from graphaccel.planner.estimate.zero_shards import kept_whole, padding_bytes
 from graphaccel.planner.plan.plan import Plan
-from graphaccel.planner.profile.profile import Parameter, Profile
+from graphaccel.planner.profile.profile import Profile
+from graphaccel.planner.profile.step_columns import Parameter
 
 
 @dataclass

@@ -11,19 +11,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import fx
 
 from graphaccel.capture.layers.blocks import block_of
+from graphaccel.ir.analysis_cache import AnalysisCache
 from graphaccel.ir.replication.layers import split
-
-if TYPE_CHECKING:
-    from graphaccel.planner.plan.plan import Plan
-    from graphaccel.planner.profile.profile import Profile
+from graphaccel.planner.plan.plan import Plan
+from graphaccel.planner.profile.step_columns import StepColumns
 
 _FAR = np.iinfo(np.int64).max
 
@@ -66,13 +65,15 @@ class Recomputation:
     """What is recomputed. saved: block number → which of its positions are saved, by their order in
     the block. rows: joint rows that are recomputed. inner: storages that are recomputed where the
     backward of their block reads them. until: the position whose backward reads them last; before:
-    the position before whose backward they are recomputed; -1 without one."""
+    the position before whose backward they are recomputed; -1 without one. analyses: what is
+    computed from it."""
 
     saved: Mapping[int, tuple[int, ...]]
     rows: np.ndarray
     inner: np.ndarray
     until: np.ndarray
     before: np.ndarray
+    analyses: AnalysisCache = field(default_factory=AnalysisCache, repr=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,19 +194,22 @@ class _Way(NamedTuple):
     last: np.ndarray
 
 
-def recomputation_of(profile: Profile, saved: Mapping[int, tuple[int, ...]]) -> Recomputation:
-    """What is recomputed where blocks save these of their positions, and nothing else."""
-    rows = np.zeros(len(profile.lines.of), dtype=bool)
-    inner = np.zeros(len(profile.storages), dtype=bool)
+def recomputation_of(
+    columns: StepColumns, kinds: Sequence[BlockKind], saved: Mapping[int, tuple[int, ...]]
+) -> Recomputation:
+    """What is recomputed where blocks save these of their positions, and nothing else. kinds: of
+    all blocks."""
+    rows = np.zeros(len(columns.lines.of), dtype=bool)
+    inner = np.zeros(len(columns.storages), dtype=bool)
     until, before = np.full(len(inner), -1), np.full(len(inner), -1)
-    for kind in profile.block_kinds if saved else ():
+    for kind in kinds if saved else ():
         places = {block: i for i, block in enumerate(kind.blocks)}
         groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for block in places.keys() & saved.keys():
             groups[saved[block]].append(places[block])
         for kept, chosen in groups.items():
             way = kind.way(kept)
-            whole = profile.whole_again and not kept
+            whole = columns.whole_again and not kept
             rows[kind.rows[chosen][:, ~kind.fixed if whole else way.done]] = True
             inner[kind.makes[chosen][:, ~way.stays[kind.maker]]] = True
             first, last = way.first, way.last
@@ -217,35 +221,41 @@ def recomputation_of(profile: Profile, saved: Mapping[int, tuple[int, ...]]) -> 
     return Recomputation(dict(saved), rows, inner, until, before)
 
 
-def chosen_positions(profile: Profile, plan: Plan) -> dict[int, tuple[int, ...]]:
-    """Block number → the positions that `plan` saves of it, by their order in the block. Raises
-    ValueError for a value that a block does not have."""
-    saved: dict[int, tuple[int, ...]] = dict.fromkeys(profile.numbers(plan.recompute), ())
+def chosen_positions(
+    columns: StepColumns, kinds: Sequence[BlockKind], plan: Plan
+) -> dict[int, tuple[int, ...]]:
+    """Block number → the positions that `plan` saves of it, by their order in the block. kinds: of
+    all blocks. Raises ValueError for a value that a block does not have."""
+    saved: dict[int, tuple[int, ...]] = dict.fromkeys(columns.numbers(plan.recompute), ())
     if not plan.selective:
         return saved
-    kinds = {block: kind for kind in profile.block_kinds for block in kind.blocks}
+    kind_of = {block: kind for kind in kinds for block in kind.blocks}
     for own in plan.selective:
         results: dict[int, tuple[int, ...]] = {}
-        for number in profile.numbers(own.blocks):
-            kind = kinds[number]
+        for number in columns.numbers(own.blocks):
+            kind = kind_of[number]
             if id(kind) not in results:
                 results[id(kind)] = tuple(sorted(map(kind.labels.index, own.saved)))
             saved[number] = results[id(kind)]
     return saved
 
 
-def saved_with(profile: Profile, recomputation: Recomputation) -> tuple[np.ndarray, ...]:
-    """What is saved for the backward, and what is recomputed for it.
+def saved_with(columns: StepColumns, recomputation: Recomputation) -> tuple[np.ndarray, ...]:
+    """What is saved for the backward, and what is recomputed for it; computed once.
 
     (storage numbers, positions) of what is saved, (storage numbers, positions as
     `Recomputation.until`) of what is recomputed. Saved: what the backward and recomputed rows read,
     unless it is recomputed in its block and nothing outside that block reads it.
     """
-    storages = profile.storages
+    return recomputation.analyses.cached((), _saved_with, columns, recomputation)
+
+
+def _saved_with(columns: StepColumns, recomputation: Recomputation) -> tuple[np.ndarray, ...]:
+    storages = columns.storages
     storage, row, place, ahead = storages.uses
-    own = profile.block_at[storages.at[storage]]
+    own = columns.block_at[storages.at[storage]]
     counted = storages.waits[storage] & (~ahead | recomputation.rows[row])
-    counted &= ~(recomputation.inner[storage] & (profile.block_at[place] == own))
+    counted &= ~(recomputation.inner[storage] & (columns.block_at[place] == own))
     first = np.full(len(storages), _FAR)
     used, start = storages.used
     if len(used):
@@ -255,11 +265,11 @@ def saved_with(profile: Profile, recomputation: Recomputation) -> tuple[np.ndarr
     return kept, first[kept], built, recomputation.until[built]
 
 
-def find_kinds(profile: Profile) -> tuple[BlockKind, ...]:
-    """The kinds of a profile's blocks, in the order in which they first compute something."""
-    finder = _Kinds(profile)
+def find_kinds(columns: StepColumns) -> tuple[BlockKind, ...]:
+    """The kinds of a step's blocks, in the order in which they first compute something."""
+    finder = _Kinds(columns)
     groups: dict[Any, list[int]] = defaultdict(list)
-    for block in range(len(profile.block_names)):
+    for block in range(len(columns.block_names)):
         groups[finder.signature(block)].append(block)
     return tuple(finder.kind(blocks) for blocks in groups.values())
 
@@ -267,25 +277,25 @@ def find_kinds(profile: Profile) -> tuple[BlockKind, ...]:
 class _Kinds:
     """Properties of all blocks, as columns over all rows and storages."""
 
-    def __init__(self, profile: Profile) -> None:
-        self.profile = profile
-        storages, lines = profile.storages, profile.lines
-        count = len(profile.block_names)
-        block = np.where(profile.node_forward, profile.block_at[profile.node_position], -1)
-        views = profile.node_views
-        self.positions = _grouped(profile.block_at, count)
+    def __init__(self, columns: StepColumns) -> None:
+        self.columns = columns
+        storages, lines = columns.storages, columns.lines
+        count = len(columns.block_names)
+        block = np.where(columns.node_forward, columns.block_at[columns.node_position], -1)
+        views = columns.node_views
+        self.positions = _grouped(columns.block_at, count)
         self.rows = _grouped(np.where(views, -1, block), count)
         self.makes = _grouped(block[storages.row], count)
         storage, row, _, ahead = storages.uses
         inside = np.flatnonzero(ahead & (block[row] >= 0))
         self.uses = [inside[i] for i in _grouped(block[row[inside]], count)]
         self.local = _order(self.rows, len(lines.of))
-        self.place = _order(self.positions, len(profile))
+        self.place = _order(self.positions, len(columns))
         self.number = _order(self.makes, len(storages))
         home = block[storages.row]
         self.back = np.zeros(len(storages), dtype=bool)
         self.back[storage[~ahead]] = True
-        elsewhere = profile.block_at[storages.uses[2]] != home[storage]
+        elsewhere = columns.block_at[storages.uses[2]] != home[storage]
         self.beyond = np.zeros(len(storages), dtype=bool)
         self.beyond[storage[~ahead & elsewhere]] = True
         place = self.place[storages.uses[2]]
@@ -298,21 +308,21 @@ class _Kinds:
         leaving[lines.roots()[0][lines.results]] = True
         kept = np.zeros(len(lines.of), dtype=bool)
         kept[storages.row[storages.kept]] = True
-        self.fixed = kept | profile.node_released
-        if not profile.whole_again:
+        self.fixed = kept | columns.node_released
+        if not columns.whole_again:
             self.fixed |= leaving
-        self.sent = profile.node_gathers
+        self.sent = columns.node_gathers
         self.home = home
 
     def signature(self, block: int) -> Any:
         """Equal for blocks of the same kind."""
-        profile, storages = self.profile, self.profile.storages
+        columns, storages = self.columns, self.columns.storages
         rows, makes, uses = self.rows[block], self.makes[block], self.uses[block]
-        kinds, sizes = profile.node_kinds[0], profile.storage_kinds[0]
+        kinds, sizes = columns.node_kinds[0], columns.storage_kinds[0]
         outer, source = self._sources(block)
         owed = storages.waits[outer] & ~self.back[outer]
         columns = (
-            kinds[rows], self.place[profile.node_position[rows]], self.fixed[rows],
+            kinds[rows], self.place[columns.node_position[rows]], self.fixed[rows],
             self.local[storages.row[makes]], sizes[makes], self.back[makes], self.beyond[makes],
             self.lowest[makes], self.highest[makes], storages.waits[makes],
             self.local[storages.uses[1][uses]], source, sizes[outer], owed,
@@ -321,7 +331,7 @@ class _Kinds:
 
     def kind(self, blocks: list[int]) -> BlockKind:
         """The kind of blocks with one signature."""
-        profile, storages, first = self.profile, self.profile.storages, blocks[0]
+        columns, storages, first = self.columns, self.columns.storages, blocks[0]
         rows, makes, uses = self.rows[first], self.makes[first], self.uses[first]
         outer, source = self._sources(first)
         return BlockKind(
@@ -330,10 +340,10 @@ class _Kinds:
             np.stack([self.positions[b] for b in blocks]),
             np.stack([self.rows[b] for b in blocks]),
             np.stack([self.makes[b] for b in blocks]),
-            self.place[profile.node_position[rows]],
+            self.place[columns.node_position[rows]],
             self.fixed[rows],
             self.sent[rows],
-            profile.node_released[rows],
+            columns.node_released[rows],
             self.local[storages.row[makes]],
             (self.local[storages.uses[1][uses]], source),
             outer,
@@ -347,7 +357,7 @@ class _Kinds:
 
     def _sources(self, block: int) -> tuple[np.ndarray, np.ndarray]:
         """(outside storages that a block reads, the number of the storage of each of its reads)."""
-        storage = self.profile.storages.uses[0][self.uses[block]]
+        storage = self.columns.storages.uses[0][self.uses[block]]
         own = self.home[storage] == block
         outer, which = np.unique(storage[~own], return_inverse=True)
         result = self.number[storage]
@@ -355,10 +365,10 @@ class _Kinds:
         return outer, result
 
     def _labels(self, block: int) -> tuple[str, ...]:
-        profile = self.profile
+        columns = self.columns
         places: Iterable[int] = self.positions[block].tolist()
-        names = [(profile.names[place], profile.modules[place]) for place in places]
-        return tuple(value_labels(profile.block_names[block], names))
+        names = [(columns.names[place], columns.modules[place]) for place in places]
+        return tuple(value_labels(columns.block_names[block], names))
 
 
 def _grouped(block: np.ndarray, count: int) -> list[np.ndarray]:

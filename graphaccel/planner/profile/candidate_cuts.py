@@ -13,7 +13,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from graphaccel.planner.profile.profile import Profile, SizedProfile
+from graphaccel.planner.profile.microbatch_profile import SizedProfile
+from graphaccel.planner.profile.profile import Profile
 
 
 @dataclass(frozen=True)

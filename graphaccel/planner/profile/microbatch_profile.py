@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -14,15 +14,13 @@ from graphaccel.capture.symbols import BATCH
 from graphaccel.ir.analysis_cache import AnalysisCache
 from graphaccel.planner.cluster.cluster import Device
 from graphaccel.planner.profile.axis_collectives import KINDS, Wires
+from graphaccel.planner.profile.block_recompute import Recomputation, saved_with
 from graphaccel.planner.profile.chunk_rows import chunk_sizes
 from graphaccel.planner.profile.compiled_traffic import compiled_work
 from graphaccel.planner.profile.cost import Sizes, chunk_bytes, dims_of, in_chunks, node_work
 from graphaccel.planner.profile.efficiency import Work, gap_seconds, seconds_of
-
-if TYPE_CHECKING:
-    from graphaccel.planner.profile.block_recompute import Recomputation
-    from graphaccel.planner.profile.profile import Profile
-    from graphaccel.planner.profile.storages import Tensor
+from graphaccel.planner.profile.step_columns import StepColumns
+from graphaccel.planner.profile.storages import Tensor
 
 
 class SizedProfile:
@@ -43,27 +41,27 @@ class SizedProfile:
 
     def __init__(
         self,
-        profile: Profile,
+        columns: StepColumns,
         microbatch: int,
         device: Device,
         wires: Wires | None = None,
         chunk: int = 0,
     ) -> None:
         """chunk: rows at a time of ops that work in chunks; 0: the preferred size."""
-        step, length = profile.step, len(profile)
+        step, length = columns.step, len(columns)
         sizes: Mapping = {**step.sizes, **({BATCH: microbatch} if BATCH in step.sizes else {})}
         resolve = Sizes(sizes)
-        self._profile = profile
+        self._columns = columns
         self.exchanges = device.type == "cpu"
         self.analyses = AnalysisCache()
         self._by_recomputation: WeakKeyDictionary[Recomputation, AnalysisCache] = (
             WeakKeyDictionary()
         )
-        kind, first = profile.node_kinds
+        kind, first = columns.node_kinds
         parted = [n for n in first if in_chunks(n)]
         self.chunks = chunk_sizes(parted, resolve, device)
         chunk = chunk or next(iter(self.chunks), 0)
-        costs = [_work(n, profile, resolve, chunk, device.type) for n in first]
+        costs = [_work(n, columns, resolve, chunk, device.type) for n in first]
         moves = np.array([n.target in KINDS for n in first])
         sent = np.zeros(len(first))
         if wires is not None:
@@ -73,7 +71,7 @@ class SizedProfile:
         alone = np.where(moves, 0.0, [seconds_of(w, device) + gap * w.calls for w in costs])
         self._by_kind = alone + sent, sent, device.launch_seconds * calls
         sent, calls, seconds = sent[kind], calls[kind], (alone + sent)[kind]
-        place, ahead = profile.node_position, profile.node_forward
+        place, ahead = columns.node_position, columns.node_forward
         self.launches = gap * float(calls.sum())
         self.forward_launches = gap * float(calls[ahead].sum())
         starting = device.launch_seconds * calls
@@ -85,24 +83,24 @@ class SizedProfile:
         self.sent_forward, self.sent_backward = summed(sent, ahead), summed(sent, ~ahead)
         self.forward, self.backward = summed(seconds, ahead), summed(seconds, ~ahead)
         self.host_forward, self.host_backward = summed(starting, ahead), summed(starting, ~ahead)
-        released = profile.node_released
+        released = columns.node_released
         self.casts = summed(seconds - gap * calls, released)
-        self.held_casts = summed(seconds - gap * calls, profile.node_held)
-        self.held_starts = summed(starting, profile.node_held)
+        self.held_casts = summed(seconds - gap * calls, columns.node_held)
+        self.held_starts = summed(starting, columns.node_held)
         if released.any():
             self.backward += summed(seconds, released)
             self.host_backward += summed(starting, released)
         taken = [chunk_bytes(n, resolve, chunk) if n in parted else 0 for n in first]
         self._taken = np.array(taken, dtype=np.int64)
-        of, tensors = profile.storage_kinds
+        of, tensors = columns.storage_kinds
         self.bytes = np.array([_bytes(t, resolve) for t in tensors], dtype=np.int64)[of]
 
     @cached_property
     def weight(self) -> np.ndarray:
         """Seconds of the backward that compute only gradients of parameters."""
-        profile = self._profile
-        place, here = profile.node_position, profile.node_weight
-        return np.bincount(place[here], self.row_seconds[here], minlength=len(profile))
+        columns = self._columns
+        place, here = columns.node_position, columns.node_weight
+        return np.bincount(place[here], self.row_seconds[here], minlength=len(columns))
 
     @cached_property
     def work(self) -> float:
@@ -112,14 +110,14 @@ class SizedProfile:
     @cached_property
     def gradients(self) -> np.ndarray:
         """Bytes of parameters' gradients, where they are computed."""
-        storages = self._profile.storages
+        storages = self._columns.storages
         built = storages.gradient
         return self._at(storages.at[built], self.bytes[built])
 
     @cached_property
     def batch_bytes(self) -> int:
         """Bytes of the inputs of one microbatch."""
-        step, storages = self._profile.step, self._profile.storages
+        step, storages = self._columns.step, self._columns.storages
         given = np.array([s.kind in ("batch", "tangent") for s in step.inputs], dtype=bool)
         inputs = np.flatnonzero(storages.input >= 0)
         return int(self.bytes[inputs[given[storages.input[inputs]]]].sum())
@@ -137,10 +135,10 @@ class SizedProfile:
     @cached_property
     def passing_held(self) -> tuple[np.ndarray, np.ndarray]:
         """The same peaks of forward and backward, where casts of parameters are held."""
-        return self._phases(self._profile.node_held)
+        return self._phases(self._columns.node_held)
 
     def _phases(self, apart: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        passing, ahead = self._alive(apart), self._profile.node_forward
+        passing, ahead = self._alive(apart), self._columns.node_forward
         return self._most(ahead, passing), self._most(~ahead, passing)
 
     def passing_added(self, held: bool) -> np.ndarray:
@@ -149,23 +147,23 @@ class SizedProfile:
         return self.analyses.cached(held, SizedProfile._passing_added, self, held)
 
     def _passing_added(self, held: bool) -> np.ndarray:
-        profile = self._profile
-        apart = profile.node_added | profile.node_held if held else profile.node_added
-        return self._most(~profile.node_forward, self._alive(apart))
+        columns = self._columns
+        apart = columns.node_added | columns.node_held if held else columns.node_added
+        return self._most(~columns.node_forward, self._alive(apart))
 
     def _most(self, here: np.ndarray, passing: np.ndarray) -> np.ndarray:
-        result = np.zeros(len(self._profile), dtype=np.int64)
-        np.maximum.at(result, self._profile.node_position[here], passing[here])
+        result = np.zeros(len(self._columns), dtype=np.int64)
+        np.maximum.at(result, self._columns.node_position[here], passing[here])
         return result
 
     def _at(self, places: np.ndarray, sizes: np.ndarray, length: int | None = None) -> np.ndarray:
         """Bytes summed by position. Sums of doubles are exact up to 8 PiB."""
-        length = len(self._profile) if length is None else length
+        length = len(self._columns) if length is None else length
         return np.bincount(places, sizes, minlength=length).astype(np.int64)
 
     @cached_property
     def _passing(self) -> tuple[np.ndarray, np.ndarray]:
-        return self._phases(np.zeros(len(self._profile.lines.of), dtype=bool))
+        return self._phases(np.zeros(len(self._columns.lines.of), dtype=bool))
 
     def _alive(self, apart: np.ndarray) -> np.ndarray:
         """Bytes alive at each joint node, with what chunks take, without inputs, what is saved for
@@ -174,7 +172,7 @@ class SizedProfile:
         A gradient of a parameter counts only while it is computed; afterwards it is in its
         accumulator.
         """
-        storages, rows = self._profile.storages, len(self._profile.lines.of)
+        storages, rows = self._columns.storages, len(self._columns.lines.of)
         ahead, back = storages.last_forward, storages.last_backward
         last = np.where(storages.common | storages.released | (back < 0), ahead, back)
         last = np.where(storages.gradient | (last < 0), storages.row, last)
@@ -182,13 +180,13 @@ class SizedProfile:
         size = self.bytes[here]
         change = self._at(storages.row[here], size, rows + 1)
         change -= self._at(last[here] + 1, size, rows + 1)
-        return np.cumsum(change)[:-1] - self._let_go() + self._taken[self._profile.node_kinds[0]]
+        return np.cumsum(change)[:-1] - self._let_go() + self._taken[self._columns.node_kinds[0]]
 
     def _let_go(self) -> np.ndarray:
         """Bytes of saved values that a position's backward has already read for the last time, at
         each joint node: a loss computed by shards is many nodes at one position."""
-        profile, storages = self._profile, self._profile.storages
-        places = profile.node_position
+        columns, storages = self._columns, self._columns.storages
+        places = columns.node_position
         rows = len(places)
         saved = np.flatnonzero(storages.saved)
         last, at = storages.last_backward[saved], storages.first_wanted[saved]
@@ -203,13 +201,12 @@ class SizedProfile:
         gone[order] = np.cumsum(change)[:-1]
         return gone
 
-    def saved(self, recomputation: Recomputation | None = None) -> tuple[np.ndarray, np.ndarray]:
+    def saved(self, recomputation: Recomputation) -> tuple[np.ndarray, np.ndarray]:
         """Bytes per position that are saved for the backward, and that are recomputed for it."""
-        recomputation = self._profile.no_recomputation if recomputation is None else recomputation
         return self._analyses_of(recomputation).cached((), SizedProfile._saved, self, recomputation)
 
     def _saved(self, recomputation: Recomputation) -> tuple[np.ndarray, np.ndarray]:
-        kept, kept_at, remade, remade_at = self._profile.saved(recomputation)
+        kept, kept_at, remade, remade_at = saved_with(self._columns, recomputation)
         return self._at(kept_at, self.bytes[kept]), self._at(remade_at, self.bytes[remade])
 
     def recompute_seconds(
@@ -224,8 +221,8 @@ class SizedProfile:
     def _recompute_seconds(
         self, recomputation: Recomputation
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        here, length = recomputation.rows, len(self._profile)
-        place, kind = self._profile.node_position[here], self._profile.node_kinds[0][here]
+        here, length = recomputation.rows, len(self._columns)
+        place, kind = self._columns.node_position[here], self._columns.node_kinds[0][here]
         seconds, sent, starting = (
             np.bincount(place, values[kind], minlength=length).astype(float)
             for values in self._by_kind
@@ -239,11 +236,11 @@ class SizedProfile:
     @property
     def row_seconds(self) -> np.ndarray:
         """Seconds of the device for each joint row."""
-        return self._by_kind[0][self._profile.node_kinds[0]]
+        return self._by_kind[0][self._columns.node_kinds[0]]
 
 
-def _work(node: fx.Node, profile: Profile, sizes: Sizes, chunk: int, on: str) -> Work:
-    part = profile.traffic.get(node)
+def _work(node: fx.Node, columns: StepColumns, sizes: Sizes, chunk: int, on: str) -> Work:
+    part = columns.traffic.get(node)
     return node_work(node, sizes, chunk, on) if part is None else compiled_work(node, part, sizes)
 
 

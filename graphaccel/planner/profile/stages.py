@@ -17,7 +17,8 @@ from numpy.lib.stride_tricks import sliding_window_view
 from graphaccel.errors import BadPin, TooManyStages
 from graphaccel.planner.plan.module_pins import is_inside
 from graphaccel.planner.profile.candidate_cuts import candidate_cuts
-from graphaccel.planner.profile.profile import Profile, SizedProfile
+from graphaccel.planner.profile.microbatch_profile import SizedProfile
+from graphaccel.planner.profile.profile import Profile
 
 _NEAR = 1 + 4e-9  # closer costs are compared later
 

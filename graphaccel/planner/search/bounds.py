@@ -27,7 +27,8 @@ from graphaccel.planner.plan.pins import RESHARDS
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.profile.candidate_cuts import candidate_cuts
 from graphaccel.planner.profile.efficiency import computing
-from graphaccel.planner.profile.profile import Profile, SizedProfile
+from graphaccel.planner.profile.microbatch_profile import SizedProfile
+from graphaccel.planner.profile.profile import Profile
 from graphaccel.planner.search.candidates import Layout, Shape
 from graphaccel.planner.search.data_axis_bounds import LeastMoved, least_moved
 from graphaccel.planner.search.recompute import least_saved
@@ -405,7 +406,7 @@ def _sums(bounds: Bounds, known: Layout, small: int, ends: tuple[int, int]) -> S
         profile.held_bytes,
         profile.trained_bytes,
         lean,
-        int(sized.saved()[0].sum()),
+        int(sized.saved(profile.no_recomputation)[0].sum()),
         int(max(sized.passing_forward.max(), sized.passing_backward.max())),
         min(cuts, default=0),
     )

@@ -21,7 +21,8 @@ from graphaccel.planner.estimate.optimizer_memory import OptimizerMemory
 from graphaccel.planner.estimate.stage_costs import held_together, sized_for
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.profile.candidate_cuts import stage_positions
-from graphaccel.planner.profile.profile import Profile, SizedProfile
+from graphaccel.planner.profile.microbatch_profile import SizedProfile
+from graphaccel.planner.profile.profile import Profile
 from graphaccel.planner.search.recompute import BlockOption, Item, Knapsack
 
 Choice = dict[str, tuple[str, ...]]

@@ -18,7 +18,8 @@ from itertools import combinations, combinations_with_replacement, product
 
 import numpy as np
 
-from graphaccel.planner.profile.profile import Profile, SizedProfile
+from graphaccel.planner.profile.microbatch_profile import SizedProfile
+from graphaccel.planner.profile.profile import Profile
 from graphaccel.planner.search.selective_recompute import leanest_of, ways_of
 
 _UNITS = 2000

@@ -21,7 +21,8 @@ import numpy as np
 from networkx.algorithms.flow import boykov_kolmogorov
 
 from graphaccel.planner.profile.block_recompute import BlockKind
-from graphaccel.planner.profile.profile import Profile, SizedProfile
+from graphaccel.planner.profile.microbatch_profile import SizedProfile
+from graphaccel.planner.profile.profile import Profile
 
 MOST = 3
 """Options of a kind of block besides saving everything and recomputing everything."""

@@ -22,7 +22,8 @@ from graphaccel.planner.plan.offload import device_state, host_excess, placed_pa
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.plan.prediction import Prediction, StageMemory
 from graphaccel.planner.profile.layout_profiles import Layouts
-from graphaccel.planner.profile.profile import Profile, SizedProfile
+from graphaccel.planner.profile.microbatch_profile import SizedProfile
+from graphaccel.planner.profile.profile import Profile
 from graphaccel.planner.profile.stages import StageLimit, choose_cuts
 from graphaccel.planner.search.minimal_recompute import needed
 from graphaccel.planner.search.recompute import BlockOption, block_options, every_second
