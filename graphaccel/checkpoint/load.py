@@ -22,13 +22,20 @@ from graphaccel.checkpoint.contents import (
     state_name,
     target,
 )
-from graphaccel.checkpoint.folders import CompleteCheckpoint, complete, newest
+from graphaccel.checkpoint.folders import (
+    CompleteCheckpoint,
+    complete,
+    has_checkpoints,
+    is_step,
+    is_there,
+    newest,
+)
 from graphaccel.checkpoint.manifest import NAME, check_content, check_files, read_manifest
 from graphaccel.checkpoint.random_state import set_random_states
 from graphaccel.checkpoint.save import RESERVED, contents_of, folder_of, reserve_early
 from graphaccel.checkpoint.saver import saver_of
 from graphaccel.checkpoint.together import Together
-from graphaccel.checkpoint.trusted import TrustedReader, load_values, read_metadata
+from graphaccel.checkpoint.trusted import METADATA, TrustedReader, load_values, read_metadata
 from graphaccel.checkpoint.weights import is_weights, load_weights
 from graphaccel.checkpoint.writing import STATE, random_file
 from graphaccel.compat.torch.checkpoint import load_tensors
@@ -99,7 +106,7 @@ def load(
 
 def _loaded(path: Path, contents: Contents, together: Together) -> Loaded:
     """Load what is at a path. Collective."""
-    if together.first(lambda: is_weights(path), _failed(path)):
+    if together.first(lambda: is_weights(path) and not has_checkpoints(path), _failed(path)):
         load_weights(path, contents.models["model"], together, _failed(path))
         progress("loaded", f"{path}, weights alone", 0.0)
         return Loaded(folder=path)
@@ -120,12 +127,20 @@ def _failed(path: Path) -> Callable[[int, str], GraphAccelError]:
 
 
 def _chosen(path: Path) -> Path | None:
-    """The folder of the checkpoint that a path means."""
+    """The folder of the checkpoint that a path means; None where there is none yet."""
     if (path / NAME).is_file():
         return path
-    if path.exists() and not path.is_dir():
-        kinds = "a folder of checkpoints, a state dict (.pt) or safetensors"
-        raise CheckpointDamaged(path=str(path), problems=(f"it is not {kinds}",))
+    problem = ""
+    if not is_there(path):
+        problem = "there is no such checkpoint" if is_step(path) else ""
+    elif not path.is_dir():
+        problem = "it is not a folder of checkpoints, a state dict (.pt) or safetensors"
+    elif is_step(path) or (path / METADATA).is_file():
+        problem = f"it is not complete: it has no {NAME}, which `graphaccel.save` writes last"
+    if problem:
+        older = complete(path.parent) if is_step(path) else []
+        before = str(older[-1].folder) if older else ""
+        raise CheckpointDamaged(path=str(path), problems=(problem,), before=before)
     checkpoint = newest(path)
     return None if checkpoint is None else checkpoint.folder
 

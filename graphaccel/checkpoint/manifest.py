@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import zlib
@@ -16,6 +17,8 @@ from graphaccel.errors import CheckpointDamaged
 
 NAME = "manifest.json"
 FORMAT = 1
+_CAN_NOT_SYNC = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP})
+"""What file systems say that store names as they like, such as those over object stores."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +60,13 @@ class Manifest:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
+    """Make the names in a folder durable, where its file system can."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _CAN_NOT_SYNC:
+            raise
     finally:
         os.close(descriptor)
 

@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from graphaccel.checkpoint.folders import complete, keep_last, open_step
+from graphaccel.checkpoint.lock import NAME as LOCK
+from graphaccel.checkpoint.lock import FolderLock
 from graphaccel.checkpoint.manifest import Manifest, checksum
 from graphaccel.checkpoint.together import Together
 from graphaccel.compat.torch.checkpoint import save_tensors
@@ -54,7 +56,7 @@ class Job:
     """A checkpoint to write, with everything that belongs to it already copied.
 
     root: the folder of all checkpoints. state, random: files of `torch.save`, as bytes. plan: as
-    JSON. keep: how many complete checkpoints stay.
+    JSON. keep: how many complete checkpoints stay. lock: of rank 0, on the folder that is written.
     """
 
     together: Together
@@ -65,15 +67,19 @@ class Job:
     random: bytes
     plan: Any
     keep: int | None
+    lock: FolderLock = field(default_factory=FolderLock)
 
     def failed(self, rank: int, cause: str) -> CheckpointNotSaved:
         """The error for what a rank failed with."""
-        result = complete(self.root)
+        try:
+            result = complete(self.root)
+        except OSError:  # what kept it from being written may keep the others from being read
+            result = []
         return not_saved(self.root, self.step, rank, cause, result[-1].folder if result else None)
 
     def open(self) -> tuple[Path, int]:
         """Create its folder; returns it and the checkpoint's number. Collective."""
-        return self.together.first(lambda: open_step(self.root, self.step), self.failed)
+        return self.together.first(lambda: open_step(self.root, self.step, self.lock), self.failed)
 
     def write(self, folder: Path, number: int) -> None:
         """Write it into its folder, and remove older ones. Collective.
@@ -88,6 +94,8 @@ class Job:
             if self.together.rank == 0:  # its room may be what is missing
                 shutil.rmtree(folder, ignore_errors=True)
             raise
+        finally:
+            self.lock.release()
 
     def _write_tensors(self, folder: Path) -> Metadata:
         writer = _Writer(folder, sync_files=True, thread_count=1)
@@ -105,7 +113,8 @@ class Job:
             for name, t in metadata.state_dict_metadata.items()
             if isinstance(t, TensorStorageMetadata)
         }
-        files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+        paths = [path for path in sorted(folder.iterdir()) if path.name != LOCK]
+        files = {path.name: path.stat().st_size for path in paths}
         written = {info.relative_path for info in metadata.storage_data.values()}
         random = {random_file(rank) for rank in range(self.together.ranks)}
         if missing := sorted((written | random) - set(files)):
