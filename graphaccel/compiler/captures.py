@@ -39,7 +39,8 @@ from graphaccel.garbage import no_collections
 from graphaccel.guards.effects import effect_text
 from graphaccel.guards.guards import Guards
 from graphaccel.guards.numbers import named_as_inputs
-from graphaccel.guards.places import Place, places
+from graphaccel.guards.place import Place
+from graphaccel.guards.places import places
 from graphaccel.guards.refusals import too_many
 from graphaccel.guards.system import Question
 from graphaccel.ir.replication.unfold import input_nodes

@@ -7,7 +7,8 @@ import logging
 import queue
 import threading
 from collections import deque
-from types import CellType, MethodType, ModuleType
+from collections.abc import Iterator
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,21 @@ def content_of(cell: CellType) -> Any:
         return cell.cell_contents
     except ValueError:  # an empty cell
         return MISSING
+
+
+def held_by_function(function: Any) -> Iterator[tuple[str, Any, Any, str, Any]]:
+    """Name, holder, key, how (as of a `Place`) and value, of what a function, or the function of a
+    method, holds in its closure and defaults."""
+    function = getattr(function, "__func__", function)
+    if not isinstance(function, FunctionType):
+        return
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
+    for name, cell in cells:
+        if name != "__class__" and (value := content_of(cell)) is not MISSING:
+            yield name, cell, name, "cell", value
+    for name in ("__defaults__", "__kwdefaults__"):
+        if value := getattr(function, name):
+            yield name, function, name, "attribute", value
 
 
 def is_plain(value: Any, depth: int = 0) -> bool:

@@ -57,6 +57,13 @@ def functions_of(called: Sequence[Called]) -> dict[int, list[FunctionType]]:
     return functions
 
 
+def functions_in(cls: type) -> Iterator[tuple[str, FunctionType]]:
+    """Name → function, of the methods and properties in a class, decorated ones included."""
+    for name, member in list(vars(cls).items()):
+        for function in _unwrapped(member):
+            yield name, function
+
+
 def _may_hold_values(code: CodeType) -> bool:
     given = code.co_argcount + code.co_kwonlyargcount
     return code.co_name not in _PASSING and (bool(_free(code)) or given > 0)

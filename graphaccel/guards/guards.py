@@ -18,7 +18,7 @@ import torch
 
 from graphaccel.compat.torch.fakes import FakeTensor
 from graphaccel.compat.torch.tensors import version
-from graphaccel.guards.places import Place
+from graphaccel.guards.place import Place
 from graphaccel.guards.tokens import BUFFERS, MISSING, token_of
 
 _READ_AGAIN = ("attribute", "call", "cell", "context", "proxy")

@@ -16,7 +16,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from graphaccel.guards.guards import current
-from graphaccel.guards.places import Place, places
+from graphaccel.guards.place import Place
+from graphaccel.guards.places import places
 from graphaccel.guards.reads import Reads
 
 REFLECTED = {

@@ -15,7 +15,6 @@ import weakref
 from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from types import FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
@@ -39,62 +38,24 @@ from graphaccel.guards.followed import (
     OPAQUE,
     ClassKey,
     content_of,
+    held_by_function,
     is_object,
     is_plain,
 )
+from graphaccel.guards.functions import functions_in
 from graphaccel.guards.lines import Read
+from graphaccel.guards.place import Place
 from graphaccel.guards.process import is_installed, process_state
 from graphaccel.guards.reads import Reads, Scope, kind_of
-from graphaccel.guards.tokens import MISSING, PLAIN_TYPES, SCALARS, token_of
+from graphaccel.guards.tokens import MISSING, PLAIN_TYPES, SCALARS
 
 STRUCTURE = frozenset({*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"}) - {"training"}
 """Attributes of modules that are not Python values: tensors, submodules, hooks, and the second list
 of its weights that a recurrent layer keeps."""
 
 
-@dataclass(frozen=True, eq=False)
-class Place:
-    """One Python value that a forward reads.
-
-    name: unique, the same in every process: `blocks.0.alpha`, `train.SCALE[0]`. holder, key: where
-    it is stored. how: how it is read from there: "dict", "item" (of a list), "fixed" (of a tuple),
-    "attribute", "cell", "context" (of a ContextVar), "proxy" (of a mapping) or "call" (by calling
-    the holder). line: what first read it. shared: it is stored outside of the model, so copies of
-    the model read the same one.
-    """
-
-    name: str
-    holder: Any = field(repr=False)
-    key: Any
-    how: str
-    value: Any = field(repr=False)
-    line: Read = field(repr=False, default=None)
-    shared: bool = False
-
-    @functools.cached_property
-    def token(self) -> Any:
-        """What is compared: a scalar's type and value, a container's type and keys, ..."""
-        return token_of(self.value)
-
-    @property
-    def is_number(self) -> bool:
-        """Whether it is an int or a float that can be replaced in its place."""
-        return type(self.value) in (int, float) and self.how not in ("fixed", "proxy", "call")
-
-    def put(self, value: Any) -> None:
-        """Replace the value."""
-        if self.how == "cell":
-            self.holder.cell_contents = value
-        elif self.how == "attribute":
-            setattr(self.holder, self.key, value)
-        elif self.how == "context":
-            self.holder.set(value)
-        elif isinstance(self.key, ClassKey):
-            setattr(self.key.owner, str(self.key), value)
-        elif value is MISSING:
-            self.holder.pop(self.key, None)
-        else:
-            self.holder[self.key] = value
+_ORIGINAL = "_graphaccel_original"
+"""An attribute of the class that an optimized model has, which is none of the script's."""
 
 
 def places(model: nn.Module, reads: Reads, live: nn.Module | None = None) -> dict[str, Place]:
@@ -108,6 +69,7 @@ def places(model: nn.Module, reads: Reads, live: nn.Module | None = None) -> dic
         walk.leave_out(other)
     for path, module in model.named_modules():
         walk.module(path, module)
+    walk.outside()
     for scope in reads.scopes:
         walk.scope(scope)
     for name, root in reads.roots.items():
@@ -147,13 +109,23 @@ class _Walk:
         self._reads, self._names, self._looked_up = reads, reads.names, reads.looked_up
         self._own: set[int] = set()
         self._modules: set[int] = set()
+        self._left_out: set[int] = set()
+        self._classes: dict[type, str] = {}
+        self._ran = {id(s.code) for s in reads.scopes}
         self.leave_out(model)
         self._done: set[tuple[int, Any]] = set()
 
     def leave_out(self, model: nn.Module) -> None:
         """Exclude parameters, buffers and modules of a model that something else also holds."""
         self._own |= {id(t) for t in (*nn.Module.parameters(model), *model.buffers())}
-        self._modules |= {id(m) for m in model.modules()}
+        self._left_out |= {id(m) for m in model.modules()}
+        self._modules |= self._left_out
+
+    def outside(self) -> None:
+        """Begin with what the model does not hold, under names of its own: a copy of the model does
+        not hold the objects that the model shares with it."""
+        self._done.clear()
+        self._modules = set(self._left_out)
 
     def _stranger(self, text: str, module: nn.Module, line: Read) -> None:
         """Places of a module outside of the model (a criterion, a teacher), with its tensors."""
@@ -207,21 +179,43 @@ class _Walk:
             self._keep(Place(f"{text}.{name}", own, name, "dict", MISSING, line, shared))
 
     def _of_classes(self, kind: type) -> None:
-        """Plain values of the script's classes, which `type(self).scale` reads unrecorded."""
+        """Methods and properties that ran, also by `super()` and operators, and plain values of the
+        script's classes, which `type(self).scale` reads unrecorded."""
         for cls in kind.__mro__:
-            if cls.__module__.partition(".")[0] in OPAQUE or is_installed(cls):
+            own = vars(cls)
+            if (id(cls), "") in self._done or cls.__module__.partition(".")[0] in OPAQUE:
                 continue
-            for name in self._names & vars(cls).keys():
-                if isinstance(vars(cls)[name], SCALARS) and not name.startswith("__"):
-                    text = f"{cls.__module__}.{cls.__qualname__}.{name}"
-                    key = ClassKey(cls, name)
-                    place = Place(text, vars(cls), key, "dict", vars(cls)[name], None, True)
-                    self._keep(place)
+            if _ORIGINAL in own:
+                continue
+            self._done.add((id(cls), ""))
+            text = self._named(cls)
+            for name, function in functions_in(cls):
+                if id(function.__code__) in self._ran:
+                    line = (function.__code__, name)
+                    self._member(text, cls, name, line)
+                    self._function(f"{text}.{name}", function, line, 0, True)
+            for name in () if is_installed(cls) else self._names & own.keys():
+                if isinstance(own[name], SCALARS) and not name.startswith("__"):
+                    self._member(text, cls, name, None)
+
+    def _named(self, cls: type) -> str:
+        """The name of a class, with a number where others have the same."""
+        if cls not in self._classes:
+            text = f"{cls.__module__}.{cls.__qualname__}"
+            number = sum(known.partition("#")[0] == text for known in self._classes.values())
+            self._classes[cls] = f"{text}#{number}" if number else text
+        return self._classes[cls]
+
+    def _member(self, text: str, cls: type, name: str, line: Read) -> None:
+        key, value = ClassKey(cls, name), vars(cls)[name]
+        self._keep(Place(f"{text}.{name}", vars(cls), key, "dict", value, line, True))
 
     def _attribute(
         self, text: str, holder: Any, own: Any, name: str, line: Read, depth: int, shared: bool
     ) -> None:
         if name in own:
+            if isinstance(getattr(type(holder), name, None), FunctionType):
+                self._method(text, type(holder), own, name, line)
             self.value(text, own, name, "dict", own[name], line, depth, shared)
             return
         for cls in type(holder).__mro__:
@@ -261,15 +255,12 @@ class _Walk:
 
     def _method(self, text: str, kind: type, own: Any, name: str, line: Read) -> None:
         """A method, which may be replaced on the instance, and on a class that is not torch's."""
-        self._keep(
-            Place(f"{text} of the instance", own, name, "dict", own.get(name, MISSING), line)
-        )
+        set_on_it = own.get(name, MISSING)
+        self._keep(Place(f"{text} of the instance", own, name, "dict", set_on_it, line))
+        self._function(f"{text} of the instance", set_on_it, line, 0, False)
         cls = next((c for c in kind.__mro__ if name in vars(c)), None)
         if cls is not None and cls.__module__.split(".")[0] not in OPAQUE:
-            module, defined = kind_of(cls)
-            key, methods = ClassKey(cls, name), vars(cls)
-            place = Place(f"{module}.{defined}.{name}", methods, key, "dict", methods[name], line)
-            self._keep(place)
+            self._member(self._named(cls), cls, name, line)
 
     def scope(self, scope: Scope) -> None:
         """Places of the globals, closures and defaults of a function that ran."""
@@ -290,14 +281,9 @@ class _Walk:
         for number, function in enumerate(scope.functions):
             each = f"#{number}" if number else ""
             start = f"{module}.{function.__qualname__}{each}"
-            cells = zip(code.co_freevars, function.__closure__ or (), strict=False)
-            for name, cell in cells:
-                if name != "__class__" and (value := content_of(cell)) is not MISSING:
-                    self._outside(f"{start}.{name}", cell, name, "cell", value, scope)
-            for name in ("__defaults__", "__kwdefaults__"):
-                value = getattr(function, name)
-                if value and not scope.library:
-                    self._outside(f"{start}.{name}", function, name, "attribute", value, scope)
+            for name, holder, key, how, value in held_by_function(function):
+                if how == "cell" or not scope.library:
+                    self._outside(f"{start}.{name}", holder, key, how, value, scope)
 
     def process(self, scope: Scope) -> None:
         """Places of the process's state that a function that ran asks for; last, since it may look
@@ -385,6 +371,7 @@ class _Walk:
             self._stranger(text, value, line)
         elif isinstance(value, MethodType):
             inside(f"{text}.__self__", value, "__self__", "fixed", value.__self__)
+            self._function(text, value.__func__, line, depth, shared)
         elif isinstance(value, (dict, MappingProxyType)):
             for k, v in value.items():
                 way = "dict" if isinstance(value, dict) else "proxy"
@@ -409,13 +396,19 @@ class _Walk:
         elif isinstance(value, ContextVar):
             inside(f"{text}.get()", value, "get", "context", value.get(MISSING))
         elif isinstance(value, FunctionType):
-            free = value.__code__.co_freevars
-            for name, cell in zip(free, value.__closure__ or (), strict=False):
-                if name != "__class__" and is_plain(content := content_of(cell)):
-                    inside(f"{text}.{name}", cell, name, "cell", content)
+            self._function(text, value, line, depth, shared)
             self._attributes(text, value.__dict__, inside)
         elif is_object(value):
             self._object(text, value, line, depth, shared)
+
+    def _function(self, text: str, function: Any, line: Read, depth: int, shared: bool) -> None:
+        """The closure and defaults of a function that something holds; where other code than its
+        own ran, plain values of them only."""
+        ran = id(getattr(function, "__code__", None)) in self._ran
+        for name, holder, key, how, held in held_by_function(function):
+            if is_plain(held) or (ran and not isinstance(held, (ModuleType, type))):
+                read = (function.__code__, key) if ran else line
+                self.value(f"{text}.{name}", holder, key, how, held, read, depth + 1, ran or shared)
 
     def _attributes(self, text: str, own: dict[str, Any], inside: Callable[..., None]) -> None:
         """Attributes of an object whose names the forward reads."""
@@ -425,6 +418,7 @@ class _Walk:
 
     def _object(self, text: str, value: Any, line: Read, depth: int, shared: bool) -> None:
         names = self._reads.of(type(value))
+        self._of_classes(type(value))
         exact = kind_of(type(value)) in self._reads.noted
         own = getattr(value, "__dict__", None)
         wanted: Iterable[str] = names if exact else self._names

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from graphaccel.errors import StateFrozen
 from graphaccel.guards.guards import Change
 from graphaccel.guards.lines import location
-from graphaccel.guards.places import Place
+from graphaccel.guards.place import Place
 from graphaccel.guards.system import ASKS_FILES, ASKS_OTHERS, OPENS, Question
 
 

@@ -48,8 +48,10 @@ def token_of(value: Any) -> Any:
         return "tensor", value.dtype, tuple(value.shape), value.device.type, value.requires_grad
     if isinstance(value, np.ndarray):
         return "array", value.dtype.str, value.shape, value.tobytes()
-    if isinstance(value, MethodType):
+    if isinstance(value, (MethodType, staticmethod, classmethod)):
         value = value.__func__
+    if isinstance(value, property):
+        return tuple(map(token_of, (kind, value.fget, value.fset, value.fdel)))
     if isinstance(value, FunctionType):  # that of a copy of the model may be a copy
         return value.__code__
     if isinstance(value, FUNCTIONS) or value is MISSING:

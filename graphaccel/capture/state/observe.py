@@ -35,7 +35,8 @@ from graphaccel.errors import DrawnOutside, GraphAccelError, StateFrozen
 from graphaccel.errors.messages import Location
 from graphaccel.guards.effects import output_dropped
 from graphaccel.guards.lines import call_as_written, location
-from graphaccel.guards.places import Place, objects_of, places
+from graphaccel.guards.place import Place
+from graphaccel.guards.places import objects_of, places
 from graphaccel.guards.reads import Reads, is_library, kind_of, line_of, recorded
 from graphaccel.guards.refusals import asks_outside, refuse_iterators
 from graphaccel.guards.tokens import MISSING
