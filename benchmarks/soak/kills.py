@@ -43,7 +43,7 @@ NEAR = 1e-6
 class Killed:
     """One kill. moment: "start", "training" or "saving". seconds: until all ranks were gone.
 
-    named: whether the launcher, or torch's agent where it restarts, named the rank and the signal.
+    named: whether the launcher named the rank and the signal.
     newest: the step of the newest complete checkpoint, which loaded whole into the plain model.
     """
 
@@ -123,7 +123,7 @@ def by_itself(folder: Path, kills: list[tuple[str, int, float]]) -> tuple[list[K
         step = newest(folder)
         life.wait_for(f"resumed {step}", after)
         text = "\n".join(line for _, line in life.lines[after:])
-        named = f"failed (exitcode: -9) local_rank: {rank} " in text
+        named = f"graphaccel: rank {rank} ended first, with signal SIGKILL: all ranks" in text
         results.append(Killed(rank, moment, round(seconds, 2), named, step))
         print(results[-1], flush=True)
     life.wait_for("saved", life.wait_for("resumed", after))

@@ -123,9 +123,6 @@ def launch(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     check_devices(devices)
-    if "LOGLEVEL" not in os.environ:  # it says in two lines what is said below in one
-        name = "torch.distributed.elastic.multiprocessing.api"
-        logging.getLogger(name).setLevel(logging.CRITICAL)
     # Iteration over sets decides batch order in some scripts: it must be the same on every rank.
     os.environ.setdefault("PYTHONHASHSEED", "0")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // devices)))
@@ -149,7 +146,7 @@ def launch(
     script = next((shlex.quote(part) for part in command if part.endswith(".py")), "train.py")
     several = example(devices, script)
     try:
-        with _stop_requests(logs) as signals:
+        with _stop_requests(logs) as signals, _restarts_named(flags):
             place = meet(flags, several)
             with torch_meets(place, several):
                 run.main([*flags, *signals, *tether, *command])
@@ -157,8 +154,7 @@ def launch(
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         code = failure.exitcode
-        how = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
-        print(f"graphaccel: rank {rank} ended first, with {how}", file=sys.stderr)
+        print(f"graphaccel: rank {rank} ended first, with {_how(code)}", file=sys.stderr)
         keep = hidden and _any_output(logs)
         if keep:
             print(f"graphaccel: what the other ranks printed is in {logs}", file=sys.stderr)
@@ -168,6 +164,49 @@ def launch(
     finally:
         if not keep:
             shutil.rmtree(logs)
+
+
+def _how(code: int) -> str:
+    """How a process ended, in words."""
+    return f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
+
+
+class _Failures(logging.Filter):
+    """Of what torch's launcher logs, says in one line which rank failed, where all start anew.
+
+    The failure that ends the run is said by `launch`. Torch's own lines stay where LOGLEVEL is set.
+    """
+
+    def __init__(self, restarts: int) -> None:
+        super().__init__()
+        self._restarts, self._done = restarts, 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether a record is to be logged."""
+        known = record.args if isinstance(record.args, tuple) else ()
+        if str(record.msg).startswith("failed (exitcode") and self._done < self._restarts:
+            self._done += 1
+            code, rank = int(str(known[0])), known[1]
+            print(
+                f"graphaccel: rank {rank} ended first, with {_how(code)}: all ranks of this "
+                f"machine start anew ({self._done} of {self._restarts} restarts)",
+                file=sys.stderr,
+            )
+        return "LOGLEVEL" in os.environ or record.levelno >= logging.CRITICAL
+
+
+@contextmanager
+def _restarts_named(flags: Sequence[str]) -> Iterator[None]:
+    """Meanwhile each failure of a rank that is followed by a restart is said in a line."""
+    given = [flag.partition("=")[2] for flag in flags if flag.startswith("--max-restarts=")]
+    number = (given or [os.environ.get("PET_MAX_RESTARTS", "")])[-1]
+    failures = _Failures(int(number) if number.isdigit() else 0)
+    logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
+    logger.addFilter(failures)
+    try:
+        yield
+    finally:
+        logger.removeFilter(failures)
 
 
 def _alone(flags: Sequence[str]) -> list[str]:
