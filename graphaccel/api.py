@@ -17,8 +17,11 @@ from torch import nn
 from typing_extensions import Unpack
 
 from graphaccel.arguments import (
+    GLOBAL,
+    LOCAL,
     MAX_PROGRAMS,
     check_arguments,
+    check_batch,
     check_can_run,
     check_job,
     check_max_programs,
@@ -77,6 +80,7 @@ class Settings(PinArguments, total=False):
     cluster: Cluster | None
     clip_norm: float | None
     batch_dims: BatchDims
+    batch: str
     check: str
     on_nonfinite: str
     max_programs: int
@@ -103,6 +107,7 @@ def optimize(
     cluster: Cluster | None = None,
     clip_norm: float | None = None,
     batch_dims: BatchDims = None,
+    batch: str = "global",
     check: str = "first-step",
     on_nonfinite: str = "ignore",
     max_programs: int = MAX_PROGRAMS,
@@ -113,7 +118,7 @@ def optimize(
 
     Calling the returned model (the same object) runs the whole planned step: forward and backward
     of every microbatch, with their communication. `loss.backward()` then hands out the gradients.
-    Every rank passes the same global batch, and trains on its own part of it.
+    Every rank passes the same global batch, or its own rows of it (`batch`).
 
     optimizer: returned as the same object; its parameter groups, schedulers and hooks stay valid.
     devices: the number of ranks. Default: the world size under a launcher (torchrun, Slurm, MPI). A
@@ -134,6 +139,8 @@ def optimize(
     batch_dims: which dim of each input is the batch dim, where that cannot be detected: one for all
       inputs, or by an input's name or position, as in `{"tokens": 1, 0: 1, "mask": None}` (None:
       the input has no batch dim).
+    batch: "global" (default): every rank passes the same batch. "local": each passes as many rows
+      of its own, as under DistributedDataParallel; outputs have these rows, the loss is of all.
     check: "first-step" (default): before anything is changed, loss and gradients of the captured
       graph are compared with plain autograd of the model on a few rows of the first batch; a
       difference raises an error. "off": no comparison.
@@ -157,12 +164,13 @@ def optimize(
     check_arguments(model, optimizer, decided, loss_fn, clip_norm)
     check_settings(cluster, timeout, example_batch)
     check_batch_dims(batch_dims)
+    check_batch(batch)
     planning = os.environ.get(PLAN_ONLY) == "1"
     refuse_on(model)
     check_supported(model)
     if planning:
         return _plan_only(
-            PlanRequested(model, optimizer, loss_fn, decided, example_batch, batch_dims)
+            PlanRequested(model, optimizer, loss_fn, decided, example_batch, batch_dims, batch)
         )
     given = read_plan(plan, decided)
     check_can_run(given, decided)
@@ -174,7 +182,7 @@ def optimize(
     what = model_of(model, loss_fn, optimizer, kind, shardable=shardable, batch_dims=batch_dims)
     path = str(plan) if isinstance(plan, (str, Path)) else "plan"
     compiler = Compiler(what, where, decided, given, path)
-    run = RunSettings(count, device, timeout, clip_norm, check, on_nonfinite, max_programs)
+    run = RunSettings(count, device, timeout, clip_norm, check, on_nonfinite, max_programs, batch)
     _attach(Run.of(model, optimizer, compiler, run), initial_values(model, init_fn), example_batch)
     return model if optimizer is None else (model, optimizer)
 
@@ -399,6 +407,7 @@ class PlanRequested(BaseException):
 
     A BaseException, so that a script that catches Exception does not go on to train.
     example: the batch given to `optimize`, or the flattened arguments of the first model call.
+    local: whether it is what one rank gives.
     """
 
     def __init__(
@@ -409,9 +418,10 @@ class PlanRequested(BaseException):
         pins: Mapping[str, Any],
         example: Any,
         batch_dims: BatchDims = None,
+        batch: str = GLOBAL,
     ) -> None:
         super().__init__("planning ends this script here")
-        self.batch_dims = batch_dims
+        self.batch_dims, self.local = batch_dims, batch == LOCAL
         self.model, self.optimizer = model, optimizer
         self.loss_fn: LossFn = loss_fn
         self.pins, self.example = pins, example

@@ -47,6 +47,9 @@ PINS = "GRAPHACCEL_PINS"
 FIRST_STEP = "first-step"
 CHECKS = (FIRST_STEP, "off")
 MAX_PROGRAMS = 64
+GLOBAL, LOCAL = "global", "local"
+BATCHES = (GLOBAL, LOCAL)
+"""What each rank passes: the global batch, or its own rows of it."""
 CHECK = "GRAPHACCEL_CHECK"
 """Environment variable: `--check` of `graphaccel run`."""
 
@@ -57,6 +60,13 @@ def check_of(given: str) -> str:
     if check not in CHECKS:
         raise BadPin(pin="check", value=check, reason="there is no such check", allowed=CHECKS)
     return check
+
+
+def check_batch(given: Any) -> None:
+    """Raises BadPin (GA202) for what `optimize` does not know as `batch`."""
+    if given not in BATCHES:
+        reason = "each rank passes the global batch, or its own rows"
+        raise BadPin(pin="batch", value=given, reason=reason, allowed=BATCHES)
 
 
 def check_nonfinite(given: Any) -> None:

@@ -21,6 +21,7 @@ from graphaccel.compiler.ignored_rows import with_rows
 from graphaccel.dispatch.call_form import CallForm
 from graphaccel.dispatch.comparisons import step_results, trial_step, whole_pair
 from graphaccel.dispatch.eager_errors import eager_errors
+from graphaccel.dispatch.local_batch import joined, own_rows
 from graphaccel.dispatch.prepare import prepare
 from graphaccel.dispatch.run import Prepared, Run
 from graphaccel.dispatch.steps import Steps
@@ -35,7 +36,7 @@ from graphaccel.proof.gate import Gate, Now
 from graphaccel.report.assumptions import assumed_of
 from graphaccel.report.text import plan_report
 from graphaccel.report.throughput import throughput_of
-from graphaccel.runtime.agreement import BACKWARD, EVALUATE, STATE, TRAIN
+from graphaccel.runtime.agreement import BACKWARD, EVALUATE, PLAN, STATE, TRAIN
 from graphaccel.runtime.broadcast import refuse_other_weights
 from graphaccel.runtime.dropped import drop_left
 from graphaccel.runtime.init_tape import Record
@@ -207,6 +208,7 @@ class Handle:
         called = self._form.same(*batch.rebuild(batch.leaves))
         if example:
             batch = flatten_call(*self._form.with_numbers(*called))
+            batch = joined(run, PLAN, batch, None).batch
         with eager_errors(run.model, run.compiler.model.loss_fn, batch):
             prepared, expected = prepare(run, batch, self._initial, planned, example=example)
         steps = Steps(run, prepared)
@@ -301,6 +303,8 @@ class Handle:
     def _train(self, batch: Batch) -> Any:
         run = self._run
         program = self.program
+        whole = joined(run, TRAIN, batch, self._prepared)
+        batch = whole.batch
         random = program is not None and (program.random or program.shared_draws)
         state = run.compiler.captures.state_digest(batch)
         leaves = run.agreement.check(TRAIN, batch, random=random, state=state)
@@ -325,7 +329,8 @@ class Handle:
         leaves = variant.leaves(prepared.session, leaves)
         built = self._call if variant.compiled.backward is not None else self._step
         loss, outputs = built(prepared, variant, leaves)
-        return variant.compiled.rebuild(loss, outputs if more is None else more.cut(outputs))
+        outputs = own_rows(run, whole, variant.step, outputs if more is None else more.cut(outputs))
+        return variant.compiled.rebuild(loss, outputs)
 
     def _compare_before(self, batch: Batch, prepared: Prepared, variant: Variant) -> None:
         """What `Gate.before` compares before the step of a batch."""
@@ -386,6 +391,8 @@ class Handle:
         assert prepared is not None
         assert steps is not None
         self._refuse_gradients()
+        whole = joined(run, EVALUATE, batch, self._prepared)
+        batch = whole.batch
         state = run.compiler.captures.state_digest(batch, training=run.model.training)
         leaves = run.agreement.check(EVALUATE, batch, state=state)
         variant = steps.evaluation(batch)
@@ -394,7 +401,8 @@ class Handle:
         with torch.no_grad():
             result = prepared.session.evaluate(variant.compiled, leaves)
         drop_left(run.model, variant.left)
-        return variant.compiled.rebuild(result.loss, result.outputs)
+        outputs = own_rows(run, whole, variant.step, result.outputs)
+        return variant.compiled.rebuild(result.loss, outputs)
 
     def _refuse_gradients(self) -> None:
         """Raises GraphMisuse (GA407) for an evaluation whose gradients would be lost."""

@@ -71,7 +71,7 @@ def benchmark_command(args: argparse.Namespace) -> int:
 def _table(args: argparse.Namespace) -> Any:
     from dataclasses import replace
 
-    from graphaccel.cli.jobs import find_job
+    from graphaccel.cli.jobs import batch_asked, find_job
     from graphaccel.cli.measure import check_here, machine
     from graphaccel.cli.plan import chosen_cluster
     from graphaccel.compiler.compiler import Compiler
@@ -83,6 +83,7 @@ def _table(args: argparse.Namespace) -> Any:
     where = chosen_cluster(args)
     check_here(cluster_name(where), where.count)
     job = find_job(*args.target)
+    args.batch = batch_asked(args.batch, job, where.count)
     check_supported(job.model)
     model = model_of(
         job.model, job.loss_fn, job.optimizer, where.device.type, batch_dims=job.batch_dims

@@ -17,8 +17,8 @@ from torch import nn
 
 from graphaccel.api import PLAN_ONLY, PlanRequested
 from graphaccel.arguments import check_job
-from graphaccel.capture.batch import Batch
-from graphaccel.capture.batch_dims import BatchDims, check_batch_dims
+from graphaccel.capture.batch import Batch, batch_leaves, batch_size
+from graphaccel.capture.batch_dims import BatchDims, check_batch_dims, given_dims
 from graphaccel.capture.export.export import LossFn
 from graphaccel.compiler.model import as_batch
 from graphaccel.errors import GraphMisuse
@@ -28,7 +28,7 @@ from graphaccel.runtime.module import original_class
 @dataclass(frozen=True)
 class Job:
     """What to plan. pins: the script's; the command line's take precedence. batch_dims: as for
-    `graphaccel.optimize`."""
+    `graphaccel.optimize`. local: the batch is what one rank gives of it."""
 
     model: nn.Module
     batch: Batch
@@ -36,11 +36,24 @@ class Job:
     optimizer: torch.optim.Optimizer | None = None
     pins: Mapping[str, Any] = field(default_factory=dict)
     batch_dims: BatchDims = None
+    local: bool = False
 
 
 def find_job(file: Path, function: str | None) -> Job:
     """The job of `function` in `file`, or of the script `file`. Raises GraphMisuse (GA407)."""
     return job_of_script(file) if function is None else job_of_function(file, function)
+
+
+def batch_asked(size: int | None, job: Job, devices: int) -> int | None:
+    """The global batch size to plan for, where it is not the job's own: the size of the command
+    line, or that of all ranks where the script's batch is what one rank gives."""
+    if size is not None or not job.local:
+        return size
+    said, forward = job.batch_dims, original_class(job.model).forward
+    dims = batch_leaves(job.batch)[1]
+    if said is not None:
+        dims = given_dims(job.batch, said, forward)
+    return devices * batch_size(job.batch, dims)
 
 
 def job_of_function(file: Path, name: str) -> Job:
@@ -106,7 +119,10 @@ def job_of_script(file: Path) -> Job:
     model, example = request.model, request.example
     model.__class__ = original_class(model)
     batch = example if isinstance(example, Batch) else as_batch(example)
-    return Job(model, batch, request.loss_fn, request.optimizer, request.pins, request.batch_dims)
+    return Job(
+        model, batch, request.loss_fn, request.optimizer, request.pins, request.batch_dims,
+        request.local,
+    )  # fmt: skip
 
 
 def _described(built: Any) -> str:

@@ -16,7 +16,7 @@ import torch
 
 from graphaccel.api import cluster_here
 from graphaccel.arguments import check_can_run, read_plan, with_checkpointing
-from graphaccel.cli.jobs import Job, find_job
+from graphaccel.cli.jobs import Job, batch_asked, find_job
 from graphaccel.cli.measure import check_here, measure
 from graphaccel.cli.output import report_alone, writing
 from graphaccel.cli.pin_options import pins_of
@@ -80,6 +80,7 @@ def _plan_job(args: argparse.Namespace, out: TextIO) -> int:
     if args.measure is not None:
         check_here(cluster_name(where), where.count)
     job = find_job(*args.target)
+    args.batch = batch_asked(args.batch, job, where.count)
     check_supported(job.model)
     model = model_of(
         job.model, job.loss_fn, job.optimizer, where.device.type, batch_dims=job.batch_dims

@@ -89,15 +89,31 @@ class PackedTokens(Dataset):
 class ShuffledOrder(Sampler):
     """Rows in a new random order in each epoch, without end, the same on every rank.
 
-    seed: of the order. done: rows that were trained on before; a run that resumes at step n gives
-    n times the global batch.
+    seed: of the order. done: rows that were trained on before, by all ranks; a run that resumes at
+    step n gives n times the global batch. rank, ranks, batch: for `optimize(..., batch="local")`,
+    where each rank reads its own part: `batch` rows in turn.
     """
 
-    def __init__(self, rows: int, *, seed: int = 0, done: int = 0) -> None:
+    def __init__(
+        self,
+        rows: int,
+        *,
+        seed: int = 0,
+        done: int = 0,
+        rank: int = 0,
+        ranks: int = 1,
+        batch: int = 1,
+    ) -> None:
         self.rows, self.seed, self.done = rows, seed, done
+        self.rank, self.ranks, self.batch = rank, ranks, batch
 
     def __iter__(self) -> Iterator[int]:
         """Row numbers."""
+        for place, row in enumerate(self._of_all_ranks()):
+            if place // self.batch % self.ranks == self.rank:
+                yield row
+
+    def _of_all_ranks(self) -> Iterator[int]:
         epoch, begin = divmod(self.done, self.rows)
         while True:
             generator = np.random.default_rng((self.seed, epoch))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed import DeviceMesh
 
-from graphaccel.arguments import FIRST_STEP, MAX_PROGRAMS
+from graphaccel.arguments import FIRST_STEP, GLOBAL, MAX_PROGRAMS
 from graphaccel.capture.batch import Batch
 from graphaccel.compiler.compiler import Compiler, Planned
 from graphaccel.compiler.registered import Registered
@@ -33,8 +33,8 @@ class RunSettings:
     """How a model runs, as the arguments of `optimize` say.
 
     devices: number of ranks. device: where this rank computes. timeout: seconds after which a rank
-    that does not answer counts as lost. clip_norm, check, on_nonfinite, max_programs: as `optimize`
-    takes them.
+    that does not answer counts as lost. clip_norm, check, on_nonfinite, max_programs, batch: as
+    `optimize` takes them.
     """
 
     devices: int
@@ -44,6 +44,7 @@ class RunSettings:
     check: str = FIRST_STEP
     on_nonfinite: str = IGNORE
     max_programs: int = MAX_PROGRAMS
+    batch: str = GLOBAL
 
     @property
     def patience(self) -> timedelta:

@@ -91,9 +91,10 @@ class NeedsLauncher(GraphAccelError):
 class BatchesDiffer(GraphAccelError):
     """Ranks got different batches, or differ in something else that a step depends on.
 
-    ranks: those that differ from rank 0. what: "values" or "inputs" of the batch, the "call" they
-    make, "state" that the forward reads, "optimizer" or "random". expected, got: what rank 0 and
-    the first of `ranks` do, in words.
+    ranks: those that differ from rank 0. what: "values" or "inputs" of the batch, "parts" of it
+    that ranks give or the "rest" that they share, the "call" they make, "state" that the forward
+    reads, "optimizer" or "random". expected, got: what rank 0 and the first of `ranks` do, in
+    words.
     """
 
     code = "GA404"
@@ -119,10 +120,27 @@ _SAME_CALLS = "every rank runs the same script and makes the same calls in the s
 _SEED = (
     "seed the shuffling alike on every rank:  torch.manual_seed(0)",
     "and remove the DistributedSampler:  DataLoader(dataset, batch_size=..., shuffle=True)",
+    'or keep the sampler, and say that each rank reads its own rows:  optimize(..., batch="local")',
 )
 _DIFFERENCES = {
     "values": ("the batch of {} differs from rank 0's", _SAME_BATCH, _SEED),
     "inputs": ("the batch of {} has other inputs or shapes than rank 0's", _SAME_BATCH, _SEED),
+    "parts": (
+        "the part of the batch of {} has other inputs or shapes than rank 0's",
+        'with batch="local" all ranks give as many rows, of the same sizes',
+        (
+            "leave out a last, smaller batch:  DataLoader(..., drop_last=True)",
+            "and pad to the same length on every rank",
+        ),
+    ),
+    "rest": (
+        "inputs of {} that were not found to have rows differ from rank 0's",
+        'with batch="local" rows of the ranks are joined; all else that they give is the same',
+        (
+            "say which dim of each input has the rows, 1 of `x` here:  "
+            "optimize(..., batch=\"local\", batch_dims={'x': 1})",
+        ),
+    ),
     "call": (
         "{} does something else than rank 0",
         _SAME_CALLS,

@@ -10,7 +10,7 @@ each other. Values on a GPU are compared one step later, so that no step waits f
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from graphaccel.capture.batch import Batch, CallNumber
+from graphaccel.compat.torch.distributed import all_gather_flat
 from graphaccel.errors import BatchesDiffer, RankLost
 from graphaccel.runtime import digest
 from graphaccel.runtime.execution.failures import cause_of
@@ -29,6 +30,7 @@ Optimizer = torch.optim.Optimizer
 TRAIN, EVALUATE, BACKWARD = "runs a training step", "evaluates", "runs a backward"
 PLAN, STATE = "plans", "calls full_state_dict()"
 SAVE, LOAD = "saves", "loads"
+_OF_PARTS = {"inputs": "parts", "values": "rest"}
 _CALLS = (TRAIN, EVALUATE, BACKWARD, PLAN, STATE, SAVE, LOAD)
 
 
@@ -111,6 +113,30 @@ class Agreement:
         self.steps += call == TRAIN
         return leaves
 
+    def check_parts(self, call: str, batch: Batch, joined: Collection[int]) -> None:
+        """Check that every rank makes the same call on as many rows of the same sizes.
+
+        joined: leaves with rows, whose values may be others on each rank. Raises BatchesDiffer
+        (GA404) on every rank, RankLost (GA501) if a rank does not answer.
+        """
+        rest = [tensor.cpu() for leaf, tensor in batch.tensors.items() if leaf not in joined]
+        mine = _Seen(
+            call=_CALLS.index(call), inputs=self._signature(batch), values=digest.of_host(rest)
+        )
+        self._compare(mine, lambda: _described(call, batch), parts=True)
+
+    def all_gather(self, part: torch.Tensor) -> torch.Tensor:
+        """What each rank has, of one shape and dtype: [ranks, ...]. Raises RankLost (GA501)."""
+        own = part.detach().contiguous().reshape(-1).view(torch.uint8)
+        whole = own.new_empty(self._ranks * own.numel())
+        try:
+            all_gather_flat(whole, own, group=self._group if own.is_cpu else None)
+        except RuntimeError as error:
+            if not is_connection(error):
+                raise
+            raise self._lost(error) from error
+        return whole.view(part.dtype).view(self._ranks, *part.shape)
+
     def _placed(self, leaf: Any) -> Any:
         """The leaf on the device, for a leaf whose digest is computed there: it is needed there
         anyway."""
@@ -147,7 +173,7 @@ class Agreement:
             if isinstance(v, (int, float)) or (isinstance(v, torch.Tensor) and v.is_cpu)
         )
 
-    def _compare(self, mine: _Seen, describe: Callable[[], str]) -> None:
+    def _compare(self, mine: _Seen, describe: Callable[[], str], *, parts: bool = False) -> None:
         names = [field.name for field in fields(mine)]
         own = torch.tensor([getattr(mine, name) for name in names], dtype=torch.int64)
         said = torch.empty(self._ranks, len(names), dtype=torch.int64)
@@ -169,7 +195,7 @@ class Agreement:
         raise BatchesDiffer(
             step=self.steps - late,
             ranks=odd,
-            what="values" if late else what,
+            what=_OF_PARTS.get(what, what) if parts else "values" if late else what,
             expected=descriptions[0] if states_inputs else "",
             got=descriptions[odd[0]] if states_inputs else "",
         )

@@ -183,7 +183,7 @@ class _Failures(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether a record is to be logged."""
-        known = record.args if isinstance(record.args, tuple) else ()
+        known = list(record.args) if isinstance(record.args, tuple) else []
         if str(record.msg).startswith("failed (exitcode") and self._done < self._restarts:
             self._done += 1
             code, rank = int(str(known[0])), known[1]

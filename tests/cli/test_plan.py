@@ -205,6 +205,12 @@ def test_a_script_is_run_up_to_its_first_training_batch(
     assert "GRAPHACCEL_PLAN_ONLY" not in os.environ
 
 
+def test_rows_of_one_rank_are_planned_as_those_of_all(folder: Path) -> None:
+    (folder / "train.py").write_text(SCRIPT.format(settings=', batch="local"'))
+    assert plan("train.py", "--devices", "4", "--json", "p.json") == 0
+    assert json.loads(Path("p.json").read_text())["batch"] == 4 * 8
+
+
 @pytest.mark.parametrize(
     ("target", "message"),
     [

@@ -67,3 +67,12 @@ def test_an_order_is_continued_anywhere() -> None:
     for done in range(20):
         assert list(islice(ShuffledOrder(7, seed=3, done=done), 10)) == whole[done : done + 10]
     assert list(islice(ShuffledOrder(7, seed=4), 30)) != whole
+
+
+def test_parts_of_an_order_are_those_of_each_batch() -> None:
+    whole = list(islice(ShuffledOrder(50, seed=3, done=24), 24))
+    parts = [
+        list(islice(ShuffledOrder(50, seed=3, done=24, rank=rank, ranks=3, batch=2), 8))
+        for rank in range(3)
+    ]
+    assert [row for i in range(0, 8, 2) for part in parts for row in part[i : i + 2]] == whole

@@ -9,10 +9,11 @@ import torch
 
 from graphaccel.capture.export.export import GraphInput, GraphOutput
 from graphaccel.ir.program import StageProgram
+from graphaccel.passes.stages.cut_stages import cut_stages
 from graphaccel.passes.stages.outline_stages import outline_stages
 from graphaccel.passes.stages.split_phases import split_phases
 from tests.passes.support import joint, text_of, values_of
-from tests.passes.test_cut_stages import GRAPH, cut
+from tests.passes.test_cut_stages import GRAPH, ORIGINS, cut
 
 BEFORE = GRAPH
 AFTER = """\
@@ -48,11 +49,13 @@ return (%mm_2, %mm_3)
 """
 
 
+INPUTS = (GraphInput("parameter", "w"), GraphInput("batch", "x", leaf=0))
+OUTPUTS = (GraphOutput("loss"), GraphOutput("gradient", name="w"))
+
+
 def programs() -> tuple[StageProgram, ...]:
     staged = cut(("mm",))
-    inputs = (GraphInput("parameter", "w"), GraphInput("batch", "x", leaf=0))
-    outputs = (GraphOutput("loss"), GraphOutput("gradient", name="w"))
-    step: Any = SimpleNamespace(inputs=inputs, outputs=outputs, batch_dims={0: 0})
+    step: Any = SimpleNamespace(inputs=INPUTS, outputs=OUTPUTS, batch_dims={0: 0})
     return split_phases(staged, outline_stages(staged, step))
 
 
@@ -83,3 +86,19 @@ def test_values() -> None:
                 known[value.name or value.kind] = result
     assert torch.equal(known["loss"], loss)
     torch.testing.assert_close(total, gradient, rtol=1e-12, atol=1e-12)
+
+
+def test_what_only_a_dropped_output_reads_is_not_computed() -> None:
+    text = GRAPH.replace(
+        "%ones_like:", "%mean: f64[] = aten.mean(%mm)    # forward\n%ones_like:"
+    ).replace("return (%sum_1,", "return (%sum_1, %mean,")
+    module = joint(text)
+    for node in module.graph.nodes:
+        node.meta["origin"] = ORIGINS.get(node.name, node.name)
+    outputs = (OUTPUTS[0], GraphOutput("output", leaf=1), OUTPUTS[1])
+    staged = cut_stages(module, INPUTS, outputs, {"mm": 0, "mm_1": 1, "sum_1": 2, "mean": 3}, ())
+    step: Any = SimpleNamespace(inputs=INPUTS, outputs=outputs, batch_dims={0: 0})
+    (dropped,) = split_phases(staged, outline_stages(staged, step))
+    (kept,) = split_phases(staged, outline_stages(staged, step, keep_outputs=True))
+    assert "aten.mean" not in text_of(dropped)
+    assert "aten.mean" in text_of(kept)

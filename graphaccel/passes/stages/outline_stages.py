@@ -2,7 +2,8 @@
 
 What the backward reads of the forward is "saved" by the forward and passed to the backward;
 parameters, batch leaves and prologue values are inputs of both instead. A later stage's forward
-value that an earlier stage's backward reads (rare) is sent with the gradients.
+value that an earlier stage's backward reads (rare) is sent with the gradients. What only outputs
+read that the plan does not keep is in no stage.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ def outline_stages(
     }
     kinds |= {n: _of_prologue(n) for n in placeholders[len(step.inputs) :]}
     wanted = _wanted(staged, step.outputs, keep_outputs)
-    joint = _Joint(staged, kinds, wanted, _demands(staged, wanted))
+    read = _read(staged, wanted)
+    joint = _Joint(staged, read, kinds, wanted, _demands(staged, read, wanted))
     return tuple(_Stage(joint, stage).outline() for stage in range(staged.stages))
 
 
@@ -99,6 +101,21 @@ def _wanted(staged: StagedGraph, outputs: Sequence[GraphOutput], keep: bool) -> 
     return wanted
 
 
+def _read(staged: StagedGraph, wanted: _Wanted) -> dict[fx.Node, int]:
+    """The nodes that results depend on, or that have an effect of their own, with their stages."""
+    stack = [
+        n for results in (wanted.forward, wanted.backward) for r in results.values() for n, _ in r
+    ]
+    stack += [n for n in staged.stage if n.op == "call_function" and n.is_impure()]
+    seen: set[fx.Node] = set()
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack += node.all_input_nodes
+    return {node: stage for node, stage in staged.stage.items() if node in seen}
+
+
 @dataclass
 class _Demands:
     """Which stages read a value in their forward, and which in their backward."""
@@ -107,10 +124,10 @@ class _Demands:
     backward: dict[fx.Node, set[int]] = field(default_factory=lambda: defaultdict(set))
 
 
-def _demands(staged: StagedGraph, wanted: _Wanted) -> _Demands:
+def _demands(staged: StagedGraph, read: Mapping[fx.Node, int], wanted: _Wanted) -> _Demands:
     """Every read of a staged value by a node (or by a free node that a stage computes itself)."""
     demands = _Demands()
-    for node, stage in staged.stage.items():
+    for node, stage in read.items():
         table = demands.forward if node.meta["phase"] == "forward" else demands.backward
         for source in node.all_input_nodes:
             if source in staged.stage:
@@ -127,12 +144,14 @@ def _demands(staged: StagedGraph, wanted: _Wanted) -> _Demands:
 
 
 class _Joint:
-    """Facts about the joint graph. order: of its nodes. own: those of each stage and phase, in
-    order; held: parameters and buffers of each stage, in the order of assignment."""
+    """Facts about the joint graph. read: what results depend on, by stage. order: of its nodes.
+    own: those of each stage and phase, in order; held: parameters and buffers of each stage, in the
+    order of assignment."""
 
     def __init__(
         self,
         staged: StagedGraph,
+        read: Mapping[fx.Node, int],
         kinds: Mapping[fx.Node, Value],
         wanted: _Wanted,
         demands: _Demands,
@@ -142,10 +161,10 @@ class _Joint:
         self.own: dict[tuple[int, str], list[fx.Node]] = defaultdict(list)
         for i, node in enumerate(staged.graph.graph.nodes):
             self.order[node] = i
-            if node in staged.stage:
-                self.own[staged.stage[node], node.meta["phase"]].append(node)
+            if node in read:
+                self.own[read[node], node.meta["phase"]].append(node)
         self.held: dict[int, list[fx.Node]] = defaultdict(list)
-        for node, stage in staged.stage.items():
+        for node, stage in read.items():
             self.held[stage].append(node)
         self.names = {
             kind: {v.name for v in kinds.values() if v.kind == kind}

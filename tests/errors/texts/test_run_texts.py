@@ -50,6 +50,7 @@ error[GA404]: at step 3 the batch of rank 1, 3 differs from rank 0's
   why:  every rank is given the global batch and takes its own part of it
   help: seed the shuffling alike on every rank:  torch.manual_seed(0)
   help: and remove the DistributedSampler:  DataLoader(dataset, batch_size=..., shuffle=True)
+  help: or keep the sampler, and say that each rank reads its own rows:  optimize(..., batch="local")
   explain: graphaccel explain GA404""",
     ),
     (
@@ -310,6 +311,32 @@ error[GA404]: at step 4 the batch of rank 1 has other inputs or shapes than rank
   why:  every rank is given the global batch and takes its own part of it
   help: seed the shuffling alike on every rank:  torch.manual_seed(0)
   help: and remove the DistributedSampler:  DataLoader(dataset, batch_size=..., shuffle=True)
+  help: or keep the sampler, and say that each rank reads its own rows:  optimize(..., batch="local")
+  explain: graphaccel explain GA404""",
+    ),
+    (
+        errors.BatchesDiffer(
+            step=4,
+            ranks=(1,),
+            what="parts",
+            expected="runs a training step on x float32[4, 6]",
+            got="runs a training step on x float32[3, 6]",
+        ),
+        """\
+error[GA404]: at step 4 the part of the batch of rank 1 has other inputs or shapes than rank 0's
+  rank 0  runs a training step on x float32[4, 6]
+  rank 1  runs a training step on x float32[3, 6]
+  why:  with batch="local" all ranks give as many rows, of the same sizes
+  help: leave out a last, smaller batch:  DataLoader(..., drop_last=True)
+  help: and pad to the same length on every rank
+  explain: graphaccel explain GA404""",
+    ),
+    (
+        errors.BatchesDiffer(step=4, ranks=(1,), what="rest"),
+        """\
+error[GA404]: at step 4 inputs of rank 1 that were not found to have rows differ from rank 0's
+  why:  with batch="local" rows of the ranks are joined; all else that they give is the same
+  help: say which dim of each input has the rows, 1 of `x` here:  optimize(..., batch="local", batch_dims={'x': 1})
   explain: graphaccel explain GA404""",
     ),
     (
