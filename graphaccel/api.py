@@ -43,6 +43,7 @@ from graphaccel.compiler.capacity import largest_batch as largest
 from graphaccel.compiler.compiler import Compiler
 from graphaccel.compiler.device_move import on_device
 from graphaccel.compiler.model import as_batch, check_supported, model_of
+from graphaccel.dispatch.optimizers import keeping_parameters_whole
 from graphaccel.dispatch.run import Run, RunSettings
 from graphaccel.errors import GraphMisuse
 from graphaccel.optimized_model import Handle
@@ -177,7 +178,7 @@ def optimize(
     count, device = start_ranks(devices, given, cluster, timeout)
     where = cluster or cluster_here(count, device)
     if given is None:
-        decided = here(decided, device, where)
+        decided = keeping_parameters_whole(optimizer, here(decided, device, where), count)
     kind, shardable = where.device.type, is_elementwise(optimizer)
     what = model_of(model, loss_fn, optimizer, kind, shardable=shardable, batch_dims=batch_dims)
     path = str(plan) if isinstance(plan, (str, Path)) else "plan"
@@ -313,7 +314,9 @@ def _planner(
     check_settings(cluster, 1, example_batch)
     check_batch_dims(batch_dims)
     check_supported(model)
-    what = model_of(model, loss_fn, optimizer, cluster.device.type, batch_dims=batch_dims)
+    decided = keeping_parameters_whole(optimizer, decided, cluster.count)
+    kind, shardable = cluster.device.type, is_elementwise(optimizer)
+    what = model_of(model, loss_fn, optimizer, kind, shardable=shardable, batch_dims=batch_dims)
     return Compiler(what, cluster, decided)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -14,6 +16,18 @@ from graphaccel.runtime.parameters.whole_matrices import StateKeys
 
 _COUPLED = "its step of one parameter depends on the gradients of others"
 _CLOSURE = "its step computes the loss anew, by a closure"
+
+
+def keeping_parameters_whole(
+    optimizer: torch.optim.Optimizer | None, pins: Mapping[str, Any], devices: int
+) -> dict[str, Any]:
+    """The pins, with those that leave every process the whole model where the optimizer computes
+    with all parameters at once: no other plan could be stepped."""
+    if optimizer is None or devices == 1 or is_elementwise(optimizer):
+        return dict(pins)
+    if _needs_closure(optimizer) or coupling_of(optimizer).dependent:
+        return {"pipeline": 1, "tensor": 1, **pins}
+    return dict(pins)
 
 
 def state_keys(optimizer: torch.optim.Optimizer, planned: Planned) -> StateKeys | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,13 @@ PLANS: list[dict[str, Any]] = [
 class Matrices(nn.Module):
     """`forward(x, y)`: [B, 6], [B] → mean cross entropy; every parameter is a matrix."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 0) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(6, 8, bias=False), nn.Linear(8, 5, bias=False)
+        self.more = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(layers)))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(self.second(torch.tanh(self.first(x))), y)
+        return F.cross_entropy(self.second(self.more(torch.tanh(self.first(x)))), y)
 
 
 class TwoSided(torch.optim.Optimizer):
@@ -109,10 +111,10 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> No
         optimizer.zero_grad()
 
 
-def _pair(name: str, pins: dict[str, Any]) -> list[Any]:
-    """The plain model and optimizer, and ours under a plan."""
+def _pair(name: str, pins: dict[str, Any], layers: int = 0) -> list[Any]:
+    """The plain model and optimizer, and ours under a plan. layers: more of them."""
     torch.manual_seed(0)
-    plain = Matrices().double()
+    plain = Matrices(layers).double()
     ours = copy.deepcopy(plain)
     optimizers = [_optimizer(name, m) for m in (plain, ours)]
     graphaccel.optimize(ours, optimizers[1], devices=2, example_batch=_batch(), **pins)
@@ -124,21 +126,24 @@ def _furthest(plain: nn.Module, ours: nn.Module) -> float:
     return max((state[n] - v).abs().max().item() for n, v in plain.state_dict().items())
 
 
+def _train_by_closure(model: nn.Module, stepping: torch.optim.Optimizer) -> None:
+    def closure() -> Tensor:
+        stepping.zero_grad()
+        loss = model(*_batch())
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        stepping.step(closure)  # pyright: ignore[reportArgumentType]
+
+
 @captures_of("whole matrices")
 def _stepped_by_closure(name: str) -> list[float]:
     furthest = []
     for pins in PLANS[-2:]:
         plain, optimizer, ours, own = _pair(name, pins)
-        for model, stepping in ((plain, optimizer), (ours, own)):
-
-            def closure(model: nn.Module = model, stepping: Any = stepping) -> Tensor:
-                stepping.zero_grad()
-                loss = model(*_batch())
-                loss.backward()
-                return loss
-
-            for _ in range(3):
-                stepping.step(closure)
+        _train_by_closure(plain, optimizer)
+        _train_by_closure(ours, own)
         furthest.append(_furthest(plain, ours))
     return furthest
 
@@ -203,6 +208,23 @@ def _refused(name: str, pins: dict[str, Any]) -> str:
 def test_one_that_couples_parameters_is_refused(pool: Pool, pins: dict[str, Any]) -> None:
     reason = "its step of one parameter depends on the gradients of others"
     assert pool.run(2, _refused, "ByNorm", pins) == [reason] * 2
+
+
+@captures_of("whole matrices")
+def _kept_whole(name: str) -> tuple[int, int, int, float]:
+    train = _train_by_closure if name == "LBFGS" else partial(_train, steps=3)
+    plain, optimizer, ours, own = _pair(name, {}, layers=6)  # Adam would get a pipeline
+    train(plain, optimizer)
+    train(ours, own)
+    plan = ours.graphaccel.plan
+    return plan.pipeline, plan.tensor, plan.zero, _furthest(plain, ours)
+
+
+@pytest.mark.parametrize("name", ["ByNorm", "LBFGS"])
+def test_the_plan_that_is_chosen_keeps_what_is_coupled_whole(pool: Pool, name: str) -> None:
+    for *split, furthest in pool.run(2, _kept_whole, name):
+        assert split == [1, 1, 0]
+        assert furthest < 1e-9
 
 
 def _like_a_shard() -> str:
