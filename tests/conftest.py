@@ -33,6 +33,7 @@ SLOW = (
     "passes",
     "sharding",
     "compiler",
+    "dispatch",
     "integrations",
     "runtime",
     "ort",

@@ -14,6 +14,7 @@ WHOLE = ("cli", "docs", "errors", "support")
 HEAVY = (
     "capture",
     "compiler",
+    "dispatch",
     "examples",
     "gloo",
     "guards",
