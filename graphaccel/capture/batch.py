@@ -96,10 +96,10 @@ def flatten_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
     paths, spec = pytree.tree_flatten_with_path(opened((tuple(args), dict(kwargs))))
     for path, leaf in paths:
         if isinstance(leaf, torch.Tensor) and (leaf.layout != torch.strided or leaf.is_nested):
-            raise _not_dense(_name(path), leaf)
+            raise _not_dense(leaf_name(path), leaf)
     return Batch(
         leaves=tuple(leaf for _, leaf in paths),
-        names=tuple(_name(path) for path, _ in paths),
+        names=tuple(leaf_name(path) for path, _ in paths),
         spec=spec,
     )
 
@@ -204,8 +204,9 @@ def _copy(leaf: torch.Tensor) -> torch.Tensor:
     return leaf.detach().clone().requires_grad_(leaf.requires_grad)
 
 
-def _name(path: tuple[Any, ...]) -> str:
-    """`((args), {kwargs})[0][1]` reads `args[1]`; `[1]['labels'][0]` reads `labels[0]`."""
+def leaf_name(path: tuple[Any, ...]) -> str:
+    """The name of a leaf, by its path in (args, kwargs): `[0][1]` reads `args[1]`,
+    `[1]['labels'][0]` reads `labels[0]`."""
     outer, inner, *rest = path
     head = f"args[{inner.idx}]" if outer.idx == 0 else str(inner.key)
     return head + "".join(str(key) for key in rest)

@@ -52,11 +52,11 @@ MOST = 8
 
 @dataclass(frozen=True)
 class _Kept:
-    """A step, what it depends on besides its batch, and where its forward stores tensors."""
+    """A step, what it depends on besides its batch, and where its forward leaves values."""
 
     step: StepGraph
     guards: Guards
-    left: tuple[Path, ...]
+    left: tuple[Path | Place, ...]
 
 
 class Captures:
@@ -126,8 +126,8 @@ class Captures:
             kept = self._guarded(step, batch, observed, recorded)
         return kept.guards
 
-    def left(self, step: StepGraph) -> tuple[Path, ...]:
-        """Where the forward of a step stores tensors in the model, which its graph does not."""
+    def left(self, step: StepGraph) -> tuple[Path | Place, ...]:
+        """Where the forward of a step leaves values for the script, which its graph does not."""
         kept = self._kept.get(id(step))
         return () if kept is None else kept.left
 

@@ -14,6 +14,7 @@ from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.compat.torch.tensors import version
 from graphaccel.errors import StateFrozen
 from graphaccel.guards.guards import Guards
+from graphaccel.guards.place import Place
 from graphaccel.guards.reads import line_of
 from graphaccel.guards.refusals import unsteady
 from graphaccel.planner.plan.base_plan import PRECISIONS
@@ -27,14 +28,14 @@ class Variant:
     """One compiled step and what it depends on besides its batch.
 
     step: as captured. filled: constant of its graph → the model's tensor whose values it has, and
-    that tensor's version. left: where the forward leaves tensors in the model, which its graph does
-    not.
+    that tensor's version. left: where the forward leaves values for the script, which its graph
+    does not.
     """
 
     compiled: CompiledStep
     guards: Guards
     step: StepGraph
-    left: tuple[Path, ...] = ()
+    left: tuple[Path | Place, ...] = ()
     filled: dict[str, tuple[torch.Tensor, int]] = field(default_factory=dict)
 
     def leaves(self, session: Session, leaves: Sequence[Any]) -> tuple[Any, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from graphaccel.errors.base import GraphAccelError, listed, named_module
@@ -174,19 +175,21 @@ _DIFFERENCES = {
 class OutputDropped(GraphAccelError):
     """An output of the model that the plan does not compute on this rank was read.
 
-    attribute: it is not an output, but a tensor that the forward stores in an attribute of the
-    model.
+    attribute: it is not an output, but what the forward stores in an attribute, or an entry of a
+    container. outside: of the script, not of the model.
     """
 
     code = "GA405"
     name: str
     attribute: bool = False
+    outside: bool = False
 
     def message(self) -> Message:
         if self.attribute:
-            names = [part for part in self.name.split(".") if part.isidentifier()]
+            names = [part for part in re.split(r"\W", self.name) if part.isidentifier()]
+            held, whose = ("", "the model's") if self.outside else (" of the model", "its")
             return Message(
-                f"`{self.name}` of the model has no value after a step: its forward did not run",
+                f"`{self.name}`{held} has no value after a step: {whose} forward did not run",
                 why="a step runs a graph, which gives what the forward returns and the new values "
                 "of buffers",
                 help=(

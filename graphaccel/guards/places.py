@@ -421,7 +421,9 @@ class _Walk:
         self._of_classes(type(value))
         exact = kind_of(type(value)) in self._reads.noted
         own = getattr(value, "__dict__", None)
-        wanted: Iterable[str] = names if exact else self._names
+        wanted: Iterable[str] = self._names
+        if exact:
+            wanted = {*names, *(self._reads.stored if shared else ())}
         if own is not None and ("__dict__" in names or isinstance(value, Distribution)):
             wanted = self._wanted(own, names) if exact else own
         for name in wanted:

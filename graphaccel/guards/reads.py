@@ -128,6 +128,13 @@ class Reads:
         return frozenset().union(*(_named_in(s.code) for s in self.scopes if not s.library))
 
     @cached_property
+    def stored(self) -> frozenset[str]:
+        """Names of attributes that the user's functions may set."""
+        own = [s.code for s in self.scopes if not s.library]
+        read = (i for code in own for i in dis.get_instructions(code))
+        return frozenset(i.argval for i in read if i.opname == "STORE_ATTR")
+
+    @cached_property
     def looked_up(self) -> frozenset[str]:
         """Names that the user's functions may read past what is recorded, by
         `object.__getattribute__` or `inspect.getattr_static`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from graphaccel.errors import StateFrozen
+from graphaccel.errors.messages import Location
 from graphaccel.guards.guards import Change
 from graphaccel.guards.lines import location
 from graphaccel.guards.place import Place
@@ -64,6 +65,22 @@ def asks_outside(forward: str, question: Question) -> StateFrozen:
         note=note,
         reason="the script's own model does not run: its graph does, and that knows no Python",
         help_lines=(line,),
+    )
+
+
+def writes_to_argument(name: str, line: Location | None) -> StateFrozen:
+    """For a list, dict or object of the call into which the forward puts something."""
+    return StateFrozen(
+        what=f"the forward puts something into what it is called with: `{name}`",
+        location=line,
+        note="written here",
+        reason="a step runs a graph, which gives what the forward returns; the script's own "
+        "container stays as it is",
+        help_lines=(
+            "return it:  return output, value",
+            "or, if the script does not read it, copy the container in the forward:  "
+            "batch = dict(batch)",
+        ),
     )
 
 

@@ -5,26 +5,31 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import nn
 
+from graphaccel.capture.state.carried import Path
+from graphaccel.capture.state.left import put_at
 from graphaccel.compat.torch import pytree
 from graphaccel.errors import OutputDropped
+from graphaccel.guards.place import Place
 
 _ASKED = frozenset(
     f"__{name}__" for name in ("copy", "deepcopy", "getnewargs", "getnewargs_ex", "setstate")
 )
 """Attributes that copy and pickle look up on any object, and that may be missing."""
 
+_FIELDS = ("name", "attribute", "outside")
+
 
 class Dropped:
-    """Placeholder for a value that a step does not keep: an output called `name`, or a tensor that
-    the model's forward stores in the attribute `name`. Any use of it raises OutputDropped (GA405).
-    """
+    """Placeholder for a value that a step does not keep: an output called `name`, or what the
+    model's forward stores in the attribute, item or entry `name`, of the model or outside of it.
+    Any use of it raises OutputDropped (GA405)."""
 
-    def __init__(self, name: str, *, attribute: bool = False) -> None:
+    def __init__(self, name: str, *, attribute: bool = False, outside: bool = False) -> None:
         object.__setattr__(self, "_name", name)
         object.__setattr__(self, "_attribute", attribute)
+        object.__setattr__(self, "_outside", outside)
 
     @classmethod
     def __torch_function__(
@@ -35,8 +40,8 @@ class Dropped:
         return next(leaf for leaf in given if isinstance(leaf, Dropped))._raise()
 
     def _raise(self) -> Any:
-        read = object.__getattribute__
-        raise OutputDropped(name=read(self, "_name"), attribute=read(self, "_attribute"))
+        fields = {name: object.__getattribute__(self, f"_{name}") for name in _FIELDS}
+        raise OutputDropped(**fields)
 
     def __getattr__(self, name: str) -> Any:
         if name in _ASKED:
@@ -49,49 +54,18 @@ class Dropped:
     __getitem__ = __iter__ = __len__ = __bool__ = __float__ = __int__ = _operate
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _operate
     __truediv__ = __rtruediv__ = __floordiv__ = __matmul__ = __rmatmul__ = __pow__ = _operate
+    __mod__ = __format__ = __index__ = __contains__ = __round__ = _operate
     __rpow__ = __neg__ = __abs__ = __lt__ = __le__ = __gt__ = __ge__ = _operate
 
     def __repr__(self) -> str:
         return f"<{object.__getattribute__(self, '_name')}: not kept in training by this plan>"
 
 
-def drop_left(model: nn.Module, left: Iterable[tuple[str, ...]]) -> None:
-    """After a step: replace the attributes that the forward would have set by placeholders; their
-    old values are not of this step."""
-    for path in left:
-        _put_at(model, path, Dropped(".".join(path), attribute=True))
-
-
-def _put_at(model: nn.Module, path: tuple[str, ...], value: Any) -> None:
-    """Put a value where a forward of a copy of the model stored a tensor: in the attribute, or in
-    the container that the attribute holds now."""
-    holder: Any = model
-    for i, name in enumerate(path):
-        last = i == len(path) - 1
-        if isinstance(holder, list):
-            while len(holder) <= int(name):
-                holder.append(value)
-            inner = holder[int(name)]
-            if last or not _open(inner):
-                holder[int(name)] = value
-                return
-        elif isinstance(holder, dict):
-            key = next((k for k in holder if str(k) == name), name)
-            inner = holder.get(key)
-            if last or not _open(inner):
-                holder[key] = value
-                return
+def drop_left(model: nn.Module, left: Iterable[Path | Place]) -> None:
+    """After a step: replace what the forward would have set, in the model or outside of it, by
+    placeholders; the old values are not of this step."""
+    for one in left:
+        if isinstance(one, Place):
+            one.put(Dropped(one.name, attribute=True, outside=True))
         else:
-            inner = holder._modules.get(name) if isinstance(holder, nn.Module) else None
-            inner = vars(holder).get(name) if inner is None else inner
-            if last or not _open(inner):
-                vars(holder)[name] = value
-                return
-        holder = inner
-
-
-def _open(value: Any) -> bool:
-    """Whether a path can continue inside a value."""
-    if isinstance(value, (list, dict, nn.Module)):
-        return True
-    return hasattr(value, "__dict__") and not isinstance(value, (type, torch.Tensor))
+            put_at(model, one, Dropped(".".join(map(str, one)), attribute=True))

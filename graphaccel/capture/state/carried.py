@@ -24,7 +24,7 @@ _UNLIKELY = 0.7548776662
 _MOST = 1000
 """How many values of tensors a forward gets."""
 
-Path = tuple[str, ...]
+Path = tuple[Any, ...]
 """Attribute names, list indices and dict keys, from a model to something that it holds."""
 
 
@@ -37,7 +37,8 @@ class Ops(TorchDispatchMode):
     before: storage key → tensor, of an earlier forward. names: the operators. computed: storage key
     → tensor. read: storage key in `before` → the first line that reads it. written: lines that
     write to tensors that are neither in `own` (storages of weights, buffers, batch) nor computed by
-    the forward. asked: how many values of tensors it asked for.
+    the forward. asked: how many values of tensors it asked for. shift: added to these numbers.
+    argument: the name of what it puts into a container of its call.
     """
 
     own: frozenset[int] = frozenset()
@@ -47,6 +48,8 @@ class Ops(TorchDispatchMode):
     read: dict[int, Location | None] = field(default_factory=dict)
     written: dict[int, Location | None] = field(default_factory=dict)
     asked: int = 0
+    shift: int = 0
+    argument: str = ""
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -84,8 +87,9 @@ class Ops(TorchDispatchMode):
             answer = answer_of_check(INSIDE)
             return True if answer is None else answer
         if dtype.is_complex:
-            return complex(self.asked, _UNLIKELY)
-        return self.asked + _UNLIKELY if dtype.is_floating_point else self.asked
+            return complex(self.asked + self.shift, _UNLIKELY)
+        number = self.asked + self.shift
+        return number + _UNLIKELY if dtype.is_floating_point else number
 
 
 def kept_by(

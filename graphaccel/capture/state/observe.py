@@ -25,32 +25,31 @@ from graphaccel.capture.export.export import LossFn, export_forward, with_loss
 from graphaccel.capture.export.reports import without_reports
 from graphaccel.capture.export.watch import Copies
 from graphaccel.capture.layers.runs import find_runs, shortened
-from graphaccel.capture.state.carried import Ops, Path, kept_by, name_of, unread_of
+from graphaccel.capture.state.carried import Ops, Path, unread_of
 from graphaccel.capture.state.closures import memory_of
+from graphaccel.capture.state.left import (
+    changed_entries,
+    entries_of,
+    in_all_layers,
+    leaves_of,
+    left_outside,
+    rewritten,
+    written_argument,
+)
+from graphaccel.capture.state.successive import UNLIKELY, Passes, comparable
 from graphaccel.compat.torch.export import exporting
 from graphaccel.compat.torch.fakes import FakeTensor
 from graphaccel.compat.torch.modules import conversions_checked
-from graphaccel.compat.torch.tensors import version
 from graphaccel.errors import DrawnOutside, GraphAccelError, StateFrozen
 from graphaccel.errors.messages import Location
 from graphaccel.guards.effects import output_dropped
-from graphaccel.guards.lines import call_as_written, location
+from graphaccel.guards.lines import location
 from graphaccel.guards.place import Place
 from graphaccel.guards.places import objects_of, places
-from graphaccel.guards.reads import Reads, is_library, kind_of, line_of, recorded
-from graphaccel.guards.refusals import asks_outside, refuse_iterators
+from graphaccel.guards.reads import Reads, is_library, line_of, recorded
+from graphaccel.guards.refusals import asks_outside, refuse_iterators, writes_to_argument
 from graphaccel.guards.tokens import MISSING
 from graphaccel.ir.replication.layers import KEPT
-
-_UNLIKELY = 0x5EED_0FF0
-"""A seed that no model sets: if the forward seeds the generator, its state differs from this
-one."""
-_COLLECTED = (
-    "return what it collects, and collect it in the script:  return loss, value  "
-    "# with graphaccel.optimize(model, optimizer, outputs='all')"
-)
-_CALLER = "graphaccel/runtime/module.py"
-"""Where the call of an optimized model arrives."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +57,13 @@ class Observed:
     """What a forward read.
 
     written: names of places that the forward writes itself, the same each time. left: where it
-    leaves a new tensor, or another value, in the model each time without reading it later.
+    leaves a new tensor, or another value, each time without reading it later: paths in the model,
+    and places outside of it.
     """
 
     reads: Reads = field(repr=False)
     written: frozenset[str]
-    left: tuple[Path, ...] = ()
+    left: tuple[Path | Place, ...] = ()
 
 
 def observe(fresh: Callable[[], nn.Module], batch: Batch, loss_fn: LossFn, many: int) -> Observed:
@@ -79,6 +79,7 @@ def observe(fresh: Callable[[], nn.Module], batch: Batch, loss_fn: LossFn, many:
     """
     with _generators_restored():
         model = _few(fresh(), many)
+        entries = entries_of(model)
         called = (loss_fn,) if callable(loss_fn) else ()
         with recorded(objects_of(model, *called)) as reads, output_dropped(reads.note):
             ops = Ops()
@@ -87,6 +88,9 @@ def observe(fresh: Callable[[], nn.Module], batch: Batch, loss_fn: LossFn, many:
                 _exported(model, batch, loss_fn, ops)
         if run is _run and reads.seeds:
             raise _seeds(model, reads.seeds[0])
+        entered = changed_entries(entries, entries_of(model))
+        if ops.argument:
+            raise writes_to_argument(ops.argument, _line_that_writes(model, batch, loss_fn))
         if reads.questions:
             raise asks_outside(f"{type(model).__name__}.forward", reads.questions[0])
         reads.copies.append(model)
@@ -100,27 +104,46 @@ def observe(fresh: Callable[[], nn.Module], batch: Batch, loss_fn: LossFn, many:
         refuse_iterators(result.values())
         model = _few(fresh(), many)
         reads.copies.append(model)
-        watch = _Passes(model, reads, batch)
-        ran = watch.ran(lambda ops: run(model, batch, loss_fn, ops))
+        watch = Passes(model, reads, batch)
+        forward = partial(run, model, batch, loss_fn)
+        ran = watch.run(forward)
         if watch.seeded:
-            forward = partial(run, model, batch, loss_fn, Ops())
-            torch.default_generator.manual_seed(_UNLIKELY)
-            raise _seeds(model, _line_that_changes(torch.default_generator.initial_seed, forward))
+            once = partial(forward, Ops())
+            torch.default_generator.manual_seed(UNLIKELY)
+            raise _seeds(model, _line_that_changes(torch.default_generator.initial_seed, once))
         watch.refuse_written()
         if not ran:  # capture reports the reason
             return Observed(reads, frozenset())
-        if watch.steady and not watch.keeps:
-            return Observed(reads, frozenset(), unread_of(fresh(), reads))
-        watch.ran(lambda ops: run(model, batch, loss_fn, ops))
+        if watch.unchanged and not watch.keeps and not entered:
+            return _observed(watch, reads, frozenset(), forward, model, fresh, ())
+        watch.run(forward)
         if watch.reads_kept:
-            watch.ran(lambda ops: run(model, batch, loss_fn, ops))
+            watch.run(forward)
             watch.refuse_carried()
         if watch.drew:
-            line = _draw(partial(run, model, batch, loss_fn, Ops()), reads)
+            line = _draw(partial(forward, Ops()), reads)
             raise DrawnOutside(
                 module=f"{type(model).__name__}.forward", generator=watch.drew, location=line
             )
-        return Observed(reads, watch.written(), unread_of(fresh(), reads, watch.left))
+        return _observed(watch, reads, watch.written(), forward, model, fresh, entered)
+
+
+def _observed(
+    watch: Passes,
+    reads: Reads,
+    written: frozenset[str],
+    forward: Callable[[Ops], bool],
+    model: nn.Module,
+    fresh: Callable[[], nn.Module],
+    entered: Sequence[Path],
+) -> Observed:
+    """entered: entries of containers and objects of the model that a forward has changed."""
+    paths = rewritten(model, entered, forward)
+    outside = left_outside(watch.places, forward) if watch.asked else []
+    whole = fresh()
+    kept = in_all_layers((*watch.left, *paths), model, whole)
+    written |= {place.name for place in outside}
+    return Observed(reads, written, (*unread_of(whole, reads, kept), *outside))
 
 
 def _refuse_left_outside(result: Mapping[str, Place], ops: Ops) -> None:
@@ -156,8 +179,15 @@ def _few(model: nn.Module, many: int) -> nn.Module:
 
 def _run(model: nn.Module, batch: Batch, loss_fn: LossFn, ops: Ops) -> bool:
     """Run one forward; returns whether it runs without data, outside of export."""
-    fake = next(p for p in nn.Module.parameters(model) if isinstance(p, FakeTensor)).fake_mode
     args, kwargs = batch.rebuild(batch.leaves)
+    before = leaves_of(args, kwargs)
+    ran = _called(model, loss_fn, args, kwargs, ops)
+    ops.argument = written_argument(args, kwargs, before)
+    return ran
+
+
+def _called(model: nn.Module, loss_fn: LossFn, args: Any, kwargs: Any, ops: Ops) -> bool:
+    fake = next(p for p in nn.Module.parameters(model) if isinstance(p, FakeTensor)).fake_mode
     try:
         unchanged = conversions_checked(_refuse_conversion)
         with without_reports(), fake, exporting(), torch.enable_grad(), ops, Copies(), unchanged:
@@ -180,210 +210,6 @@ def _exported(model: nn.Module, batch: Batch, loss_fn: LossFn, ops: Ops) -> bool
     except GraphAccelError:  # capture raises it once more
         return False
     return True
-
-
-@dataclass(frozen=True)
-class _Pass:
-    """The record of one forward: the places afterwards, the operators that ran, the parameters and
-    buffers that it wrote, the generator states, and where modules hold tensors that it computed."""
-
-    places: Mapping[str, Place]
-    ops: Ops
-    wrote: frozenset[str]
-    generators: tuple[Any, ...]
-    kept: Mapping[Path, int]
-
-
-class _Passes:
-    """Successive forwards of one model."""
-
-    def __init__(self, model: nn.Module, reads: Reads, batch: Batch) -> None:
-        self._model, self._reads, self._batch = model, reads, batch
-        tensors = (*nn.Module.parameters(model), *model.buffers(), *batch.tensors.values())
-        self._own = frozenset(map(memory_of, tensors))
-        self._shapes = {name: tensor.shape for name, tensor in model.named_buffers()}
-        result = places(model, reads)
-        self._passes = [_Pass(result, Ops(), frozenset(), _states(result), {})]
-        self.seeded = False
-
-    def ran(self, forward: Callable[[Ops], bool]) -> bool:
-        """Run one more forward; returns whether it ran."""
-        ops, before = Ops(self._own, self._passes[-1].ops.computed), self._versions()
-        torch.default_generator.manual_seed(_UNLIKELY)
-        state = torch.random.get_rng_state()  # a forward on fakes does not advance it
-        ran = forward(ops)
-        self.seeded |= not torch.equal(state, torch.random.get_rng_state())
-        after = self._versions()
-        wrote = frozenset(n for n, number in after.items() if before.get(n) != number)
-        result = places(self._model, self._reads)
-        kept = kept_by(self._model, ops.computed, self._model_buffers())
-        self._passes.append(_Pass(result, ops, wrote, _states(result), kept))
-        return ran
-
-    @property
-    def keeps(self) -> bool:
-        """Whether modules hold tensors that the last forward computed."""
-        return bool(self._passes[-1].kept)
-
-    @property
-    def reads_kept(self) -> bool:
-        """Whether the last forward read what the one before it computed."""
-        return bool(self._passes[-1].ops.read)
-
-    @property
-    def left(self) -> tuple[Path, ...]:
-        """Where the second forward left tensors too, which no other forward reads."""
-        return tuple(self._passes[2].kept)
-
-    def refuse_written(self) -> None:
-        """Raises StateFrozen for a tensor attribute that the forward writes in place."""
-        for key, line in self._passes[-1].ops.written.items():
-            name = name_of(self._model, key)
-            if name:
-                raise self._carried(name, line, None)
-
-    def refuse_carried(self) -> None:
-        """Raises StateFrozen where each forward reads a tensor that the one before it computed."""
-        buffers = dict(self._model.named_buffers())
-        for name in sorted(self._passes[-1].wrote & (buffers.keys() - self._model_buffers())):
-            path, _, attribute = name.rpartition(".")
-            kind = kind_of(type(self._model.get_submodule(path)))
-            line = self._reads.written.get(kind, {}).get(attribute)
-            raise self._carried(name, line, buffers[name])
-        ops = self._passes[-1].ops
-        for key, line in ops.read.items():
-            paths = [p for p, k in self._passes[-2].kept.items() if k == key]
-            raise self._carried(".".join(paths[0]) if paths else "", line, ops.before[key])
-
-    def _carried(
-        self, name: str, line: Location | None, tensor: torch.Tensor | None
-    ) -> StateFrozen:
-        attribute = name.rpartition(".")[2] if name else "state"
-        sizes = "()" if tensor is None else ", ".join(map(str, tensor.shape)) or "()"
-        size = f"torch.zeros({sizes})" if tensor is not None else f"self.{attribute}"
-        return StateFrozen(
-            what=f"`{name}` is a tensor that each forward leaves for the next one"
-            if name
-            else "a tensor that one forward makes is read by the next one",
-            location=location(line),
-            note="read here" if tensor is not None else "written here",
-            reason="a graph has the values of its capture there, in every step",
-            help_lines=(
-                f"hold it in a buffer:  self.register_buffer('{attribute}', {size})",
-                "or give it to the forward as an input, and return its new value "
-                "(with loss_fn='outside')",
-            ),
-        )
-
-    @property
-    def steady(self) -> bool:
-        """Whether the last forward changed nothing."""
-        return not self._changed(-1) and not self.drew
-
-    @property
-    def drew(self) -> str:
-        """The generator that the last forward drew from; "" for none."""
-        before, after = self._passes[-2].generators, self._passes[-1].generators
-        names = ("Python's `random`", "NumPy's `random`")
-        for i, (a, b) in enumerate(zip(before, after, strict=False)):
-            if a != b:
-                return names[i] if i < len(names) else "a generator of its own, outside of torch"
-        return ""
-
-    def written(self) -> frozenset[str]:
-        """What the first forward wrote and the second did not change. Raises StateFrozen."""
-        changed = self._changed(-1)
-        if changed:
-            raise self._counter(changed[0])
-        first, second = self._passes[1:3]
-        written = self._changed(1)
-        cache = any(
-            isinstance(first.places[n].value, torch.Tensor)
-            for n in first.places
-            if n not in self._passes[0].places or n in written
-        )
-        if not written:
-            return frozenset()
-        if first.wrote != second.wrote or (not cache and first.ops.names != second.ops.names):
-            place = first.places[written[0]]
-            raise StateFrozen(
-                what=f"`{place.name}` makes the first forward another one than those after it",
-                location=self._write_of(place),
-                note="written by the forward that reads it",
-                reason="every step runs the same graph",
-                help_lines=(f"run one forward before graphaccel.optimize:  {self._call()}",),
-            )
-        return frozenset(written)
-
-    def _call(self) -> str:
-        args, kwargs = self._batch.rebuild(self._batch.leaves)
-        return call_as_written(_CALLER, args, kwargs)
-
-    def _changed(self, last: int) -> list[str]:
-        last %= len(self._passes)
-        before, after = self._passes[last - 1].places, self._passes[last].places
-        return [n for n, p in after.items() if n not in before or p.token != before[n].token]
-
-    def _counter(self, name: str) -> StateFrozen:
-        place = self._passes[-1].places[name]
-        attribute = name.rpartition(".")[2]
-        helps = (
-            f"count in a buffer:  self.register_buffer('{attribute}', torch.zeros(()))",
-            f"or set it from the script, before each step:  model.{name} = step",
-        )
-        if isinstance(place.value, (Mapping, Sequence, set)):
-            helps = (_COLLECTED,)
-        outside = "hold it in the model, and set it from the script before each step"
-        return StateFrozen(
-            what=f"`{name}` changes in every forward, which also reads it",
-            location=self._write_of(place),
-            note="a graph would keep the value of its capture",
-            reason="the script's own model does not run: its graph does, and that knows no Python",
-            help_lines=(outside,) if place.shared and _COLLECTED not in helps else helps,
-        )
-
-    def _write_of(self, place: Place) -> Location | None:
-        path, _, name = place.name.rpartition(".")
-        try:
-            holder = self._model.get_submodule(path)
-        except AttributeError:
-            return location(place.line, writes=True)
-        written = self._reads.written.get(kind_of(type(holder)), {})
-        return location(written.get(name) or place.line, writes=True)
-
-    def _model_buffers(self) -> set[str]:
-        """Names of the buffers that are those of before the forwards, in their shape."""
-        named = self._model.named_buffers()
-        return {name for name, tensor in named if self._shapes.get(name) == tensor.shape}
-
-    def _versions(self) -> dict[str, int]:
-        named = (*self._model.named_parameters(), *self._model.named_buffers())
-        return {name: version(tensor) for name, tensor in named}
-
-
-def _states(result: Mapping[str, Place]) -> tuple[Any, ...]:
-    """The states of the generators of Python and NumPy, and of those that the forward reads."""
-    own = [_state(p.value) for p in result.values()]
-    return random.getstate(), _comparable(np.random.get_state()), *(s for s in own if s is not None)
-
-
-def _state(value: Any) -> Any:
-    if isinstance(value, random.Random):
-        return value.getstate()
-    if isinstance(value, np.random.RandomState):
-        return _comparable(value.get_state())
-    return (
-        _comparable(value.bit_generator.state) if isinstance(value, np.random.Generator) else None
-    )
-
-
-def _comparable(state: Any) -> Any:
-    """A comparable form of a NumPy generator's state."""
-    if isinstance(state, dict):
-        return tuple((k, _comparable(v)) for k, v in state.items())
-    if isinstance(state, tuple):
-        return tuple(map(_comparable, state))
-    return state.tobytes() if isinstance(state, np.ndarray) else state
 
 
 @contextmanager
@@ -412,8 +238,15 @@ def _draw(forward: Callable[[], bool], reads: Reads) -> Location | None:
     differs."""
     if reads.draws:
         return reads.draws[0]
-    result = _line_that_changes(lambda: _comparable(np.random.get_state()), forward)
+    result = _line_that_changes(lambda: comparable(np.random.get_state()), forward)
     return result or line_of(None)
+
+
+def _line_that_writes(model: nn.Module, batch: Batch, loss_fn: LossFn) -> Location | None:
+    """The line that puts something into a container of the call."""
+    args, kwargs = batch.rebuild(batch.leaves)
+    read = partial(leaves_of, args, kwargs)
+    return _line_that_changes(read, partial(_called, model, loss_fn, args, kwargs, Ops()))
 
 
 def _line_that_changes(read: Callable[[], Any], forward: Callable[[], bool]) -> Location | None:

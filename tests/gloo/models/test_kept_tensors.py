@@ -25,7 +25,7 @@ class Net(nn.Module):
     def __init__(self, use: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
         self.layer, self.use, self.cache, self.seen = nn.Linear(3, 2), use, {}, None
-        self.square = nn.Linear(2, 2)
+        self.square, self.options = nn.Linear(2, 2), {"rate": 0.5}
         self.register_buffer("mean", torch.zeros(2))
         self.register_buffer("count", torch.zeros((), dtype=torch.long))
 
@@ -42,7 +42,8 @@ def replaced(s: Any, h: Tensor) -> Tensor:
 
 
 def cached(s: Any, h: Tensor) -> Tensor:
-    """A table that the first forward makes, and a value for the script that nobody reads."""
+    """A table that the first forward makes, and values for the script that nobody reads."""
+    s.options["last"] = h.std().item()
     if "table" not in s.cache:
         s.cache["table"] = torch.tensor([1.0, 3.0], dtype=h.dtype)
     s.seen = h.detach()
@@ -111,6 +112,7 @@ def test_a_value_that_nobody_reads_is_in_no_way() -> None:
     model = graphaccel.optimize(Net(cached), devices=1)
     model(torch.ones(4, 3)).backward()
     assert "not kept" in repr(model.seen)
+    assert "not kept" in repr(model.options["last"])
     copied = copy.deepcopy(model)
     assert repr(copied.seen) == repr(pickle.loads(pickle.dumps(model.seen)))
     model(torch.ones(4, 3)).backward()  # the same step, not a new capture
