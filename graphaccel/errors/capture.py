@@ -11,7 +11,8 @@ from graphaccel.errors.messages import Location, Message, columns
 @dataclass(kw_only=True, eq=False, repr=False)
 class TensorBranch(GraphAccelError):
     """The model branches on the value of a tensor. assertion: whether an `assert` does. number:
-    whether the line only makes a Python number of it."""
+    whether the line only makes a Python number of it. buffer: the name of the one that is asked.
+    library: the line of an installed package that asks, as `file:line`."""
 
     code = "GA101"
     module: str
@@ -19,6 +20,8 @@ class TensorBranch(GraphAccelError):
     others: tuple[Location, ...] = ()
     assertion: bool = False
     number: bool = False
+    buffer: str = ""
+    library: str = ""
 
     def message(self) -> Message:
         lines = ("make it branch-free:  x = torch.where(condition, a, b)",)
@@ -30,6 +33,18 @@ class TensorBranch(GraphAccelError):
             lines = (
                 "leave it a tensor:  value = x.max()",
                 "or return it, and read its value in the script:  return output, value",
+            )
+        if self.library:
+            lines = (
+                f"the branch is in {self.library}: call that in the script, outside of the model, "
+                "and pass its result",
+                "or write that part in the model, without the branch",
+            )
+        if self.buffer:
+            lines = (
+                f"hold it in Python, where it is followed:  self.{self.buffer} = False",
+                "and if a first forward sets it, run that before:  model(batch)  "
+                "# then graphaccel.optimize(model, optimizer)",
             )
         does = "takes the value of a tensor" if self.number else "branches on the value of a tensor"
         return Message(

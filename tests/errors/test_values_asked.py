@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,6 +74,19 @@ class Converges(Layer):
         return value
 
 
+class Initialises(Layer):
+    """Sets itself by its first batch, and holds in a buffer whether it has."""
+
+    def __init__(self, kept: Any) -> None:
+        super().__init__(kept)
+        self.register_buffer("initialized", torch.tensor(0))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if self.training and self.initialized.item() == 0:
+            self.initialized.fill_(1)
+        return F.mse_loss(self.layer(x), y)
+
+
 def _step(model: nn.Module) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     graphaccel.optimize(model, optimizer, devices=1)
@@ -109,3 +124,33 @@ def test_a_number_of_a_tensor() -> None:
         _step(Floats(None))
     assert "scale = float(self.layer.weight.std())" in str(caught.value)
     assert "leave it a tensor" in str(caught.value)
+
+
+def test_a_flag_in_a_buffer() -> None:
+    with pytest.raises(errors.TensorBranch) as caught:
+        _step(Initialises(None))
+    assert "hold it in Python, where it is followed:  self.initialized = False" in str(caught.value)
+
+
+LIBRARY = """
+def halved(x):
+    if x.max() > 3:
+        x = x / 2
+    return x
+"""
+
+
+def test_a_branch_in_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "halving.py").write_text(LIBRARY)
+    monkeypatch.syspath_prepend(folder)
+
+    class Halves(Layer):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            halving = importlib.import_module("halving")
+            return F.mse_loss(halving.halved(self.layer(x)), y)
+
+    with pytest.raises(errors.TensorBranch) as caught:
+        _step(Halves(None))
+    assert "the branch is in halving.py:3: call that in the script" in str(caught.value)

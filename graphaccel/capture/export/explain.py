@@ -86,7 +86,14 @@ def explained(error: Exception, model: nn.Module, weights: Weights) -> Exception
         line = (location.text or "") if location is not None else ""
         asserts = line.lstrip().startswith("assert ")
         number = bool(_NUMBER.search(line)) and not _BRANCH.search(line)
-        return TensorBranch(module=where, location=location, assertion=asserts, number=number)
+        return TensorBranch(
+            module=where,
+            location=location,
+            assertion=asserts,
+            number=number,
+            buffer=_asked_buffer(error),
+            library=_library_line(error),
+        )
     if isinstance(error, Unregistered):
         result = weights.described(error.tensor)
         return UnregisteredWeight(
@@ -103,6 +110,27 @@ def explained(error: Exception, model: nn.Module, weights: Weights) -> Exception
             location=location,
         )
     return _without_graph(error, where, location)
+
+
+def _asked_buffer(error: BaseException) -> str:
+    """The buffer of a user's module that the line asks for which raised; "" for another value."""
+    for frame, number in reversed(list(traceback.walk_tb(error.__traceback__))):
+        if frame.f_code.co_filename.startswith(("<", *INSIDE)):
+            continue
+        owner = frame.f_locals.get("self")
+        line = linecache.getline(frame.f_code.co_filename, number)
+        held = owner._buffers if isinstance(owner, nn.Module) else {}
+        return next((name for name in re.findall(r"\bself\.(\w+)", line) if name in held), "")
+    return ""
+
+
+def _library_line(error: BaseException) -> str:
+    """The line of an installed package, below the user's, that raised; "" for the user's own."""
+    frames = traceback.extract_tb(error.__traceback__)
+    frames = [f for f in frames if not f.filename.startswith(("<", *INSIDE))]
+    if not frames or "/site-packages/" not in frames[-1].filename:
+        return ""
+    return f"{frames[-1].filename.rpartition('/site-packages/')[2]}:{frames[-1].lineno}"
 
 
 def _is_packed(error: Exception) -> bool:
