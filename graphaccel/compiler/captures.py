@@ -189,6 +189,8 @@ class Captures:
         guards = self._kept[id(before)].guards
         changed = [c.place.name for c in guards.changes() if c.place.is_number]
         names = [n for n in dict.fromkeys((*guards.numbers, *changed)) if n not in self._fixed]
+        rules = observed.reads.read_by_rules  # their own ops are traced without the inputs
+        names = [n for n in names if rules.isdisjoint(re.split(r"\W+", n))]
         if not names or self._stands_for(batch, training, observed, names):
             return tuple(names)
         able = [n for n in names if self._stands_for(batch, training, observed, [n])]

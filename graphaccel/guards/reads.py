@@ -97,7 +97,7 @@ class Reads:
     lines that set the state of a torch generator. questions: to files and to the system. effects:
     what it prints, logs and writes to files. noted: classes whose reads are all in `attributes`.
     roots: what is called besides the model, by name. copies: of the model, which the functions that
-    ran may hold.
+    ran may hold. rules: functions that ran to compute gradients.
     """
 
     attributes: dict[Kind, dict[str, Location | None]] = field(default_factory=dict)
@@ -111,6 +111,17 @@ class Reads:
     noted: set[Kind] = field(default_factory=set)
     roots: dict[str, Any] = field(default_factory=dict, repr=False)
     copies: list[nn.Module] = field(default_factory=list, repr=False)
+    rules: list[CodeType] = field(default_factory=list, repr=False)
+    _differentiating: bool = False
+
+    @contextmanager
+    def differentiating(self) -> Iterator[None]:
+        """In this context what runs computes gradients."""
+        self._differentiating = True
+        try:
+            yield
+        finally:
+            self._differentiating = False
 
     def note(self, question: Question) -> None:
         """Note what the user's code does outside of the process."""
@@ -126,6 +137,12 @@ class Reads:
     def texts(self) -> frozenset[str]:
         """The names in the texts of the user's functions."""
         return frozenset().union(*(_named_in(s.code) for s in self.scopes if not s.library))
+
+    @cached_property
+    def read_by_rules(self) -> frozenset[str]:
+        """Names that functions may read which compute gradients."""
+        codes = self.rules
+        return frozenset().union(*({*c.co_names, *c.co_freevars, *_named_in(c)} for c in codes))
 
     @cached_property
     def stored(self) -> frozenset[str]:
@@ -220,6 +237,8 @@ def _profile(codes: dict[int, Called], reads: Reads) -> Any:
         if event == "call":
             if id(frame.f_code) not in codes:
                 codes[id(frame.f_code)] = called_in(frame)
+            if reads._differentiating and not is_library(frame.f_code.co_filename):
+                reads.rules.append(frame.f_code)
         elif event == "c_call":
             holder = getattr(argument, "__self__", None)
             if isinstance(holder, random.Random):

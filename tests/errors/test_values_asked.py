@@ -79,6 +79,7 @@ class Initialises(Layer):
 
     def __init__(self, kept: Any) -> None:
         super().__init__(kept)
+        self.initialized: Tensor
         self.register_buffer("initialized", torch.tensor(0))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:

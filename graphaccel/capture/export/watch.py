@@ -149,13 +149,18 @@ class Watch:
 
 class Copies(TorchFunctionMode):
     """Makes `copy.deepcopy` of a tensor without data a clone: torch's own copies its memory, which
-    is not there, and corrupts the process's."""
+    is not there, and corrupts the process's. hooked: whether a hook is set on a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hooked = False
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.Tensor.__deepcopy__:
             return _copied(func, *args)
+        self.hooked |= func is torch.Tensor.register_hook
         return func(*args, **(kwargs or {}))
 
 

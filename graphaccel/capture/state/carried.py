@@ -38,7 +38,8 @@ class Ops(TorchDispatchMode):
     → tensor. read: storage key in `before` → the first line that reads it. written: lines that
     write to tensors that are neither in `own` (storages of weights, buffers, batch) nor computed by
     the forward. asked: how many values of tensors it asked for. shift: added to these numbers.
-    argument: the name of what it puts into a container of its call.
+    argument: the name of what it puts into a container of its call. returned: what it returns.
+    hooked: whether it sets a hook on a tensor.
     """
 
     own: frozenset[int] = frozenset()
@@ -50,6 +51,8 @@ class Ops(TorchDispatchMode):
     asked: int = 0
     shift: int = 0
     argument: str = ""
+    returned: tuple[Any, ...] = ()
+    hooked: bool = False
 
     def __post_init__(self) -> None:
         super().__init__()

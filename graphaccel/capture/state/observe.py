@@ -36,6 +36,7 @@ from graphaccel.capture.state.left import (
     rewritten,
     written_argument,
 )
+from graphaccel.capture.state.rules import run_rules
 from graphaccel.capture.state.successive import UNLIKELY, Passes, comparable
 from graphaccel.compat.torch.export import exporting
 from graphaccel.compat.torch.fakes import FakeTensor
@@ -86,6 +87,7 @@ def observe(fresh: Callable[[], nn.Module], batch: Batch, loss_fn: LossFn, many:
             run = _run if _run(model, batch, loss_fn, ops) else _exported
             if run is _exported:
                 _exported(model, batch, loss_fn, ops)
+            run_rules(model, reads, ops)
         if run is _run and reads.seeds:
             raise _seeds(model, reads.seeds[0])
         entered = changed_entries(entries, entries_of(model))
@@ -94,11 +96,9 @@ def observe(fresh: Callable[[], nn.Module], batch: Batch, loss_fn: LossFn, many:
         if reads.questions:
             raise asks_outside(f"{type(model).__name__}.forward", reads.questions[0])
         reads.copies.append(model)
-        if called:
-            reads.roots["loss_fn"] = loss_fn
-        for leaf in batch.leaves:
-            if isinstance(leaf, CallNumber):
-                reads.roots[ARGUMENTS] = leaf.values
+        reads.roots |= {"loss_fn": loss_fn} if called else {}
+        numbers = [leaf.values for leaf in batch.leaves if isinstance(leaf, CallNumber)]
+        reads.roots |= {ARGUMENTS: numbers[-1]} if numbers else {}
         result = places(model, reads)
         _refuse_left_outside(result, ops)
         refuse_iterators(result.values())
@@ -190,8 +190,10 @@ def _called(model: nn.Module, loss_fn: LossFn, args: Any, kwargs: Any, ops: Ops)
     fake = next(p for p in nn.Module.parameters(model) if isinstance(p, FakeTensor)).fake_mode
     try:
         unchanged = conversions_checked(_refuse_conversion)
-        with without_reports(), fake, exporting(), torch.enable_grad(), ops, Copies(), unchanged:
-            with_loss(model, loss_fn)(*args, **kwargs)
+        copies = Copies()
+        with without_reports(), fake, exporting(), torch.enable_grad(), ops, copies, unchanged:
+            ops.returned = with_loss(model, loss_fn)(*args, **kwargs)
+        ops.hooked = copies.hooked
     except Exception:  # whatever the model raises when it needs a value
         return False
     return True
