@@ -31,6 +31,7 @@ from graphaccel.checkpoint.folders import (
     newest,
 )
 from graphaccel.checkpoint.manifest import NAME, check_content, check_files, read_manifest
+from graphaccel.checkpoint.of_rank import with_own_values
 from graphaccel.checkpoint.random_state import set_random_states
 from graphaccel.checkpoint.save import RESERVED, contents_of, folder_of, reserve_early
 from graphaccel.checkpoint.saver import saver_of
@@ -194,7 +195,7 @@ def _restore(
             raise CheckpointDamaged(path=str(checkpoint.folder), problems=problems, before=before)
         _check_state(checkpoint, state)
         _check_fits(checkpoint, contents, state)
-        return state, random
+        return with_own_values(state, random, together, manifest.ranks), random
 
     state, random = together.here(read, fail)
     targets, states = _targets(checkpoint, contents)

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from graphaccel.checkpoint.contents import Contents, local
+from graphaccel.checkpoint.of_rank import own_values
 from graphaccel.checkpoint.random_state import random_states
 from graphaccel.checkpoint.saver import Saver, saver_of
 from graphaccel.checkpoint.stopping import end_stopped
@@ -124,10 +125,9 @@ def _written(
     saver.wait()
     _same(saver.together, root, step, keep, asynchronous)
     together = saver.together_in_background(model) if asynchronous else saver.together
-    tensors, state = _copied(contents, saver, root, step, asynchronous)
+    tensors, state, own = _copied(contents, saver, root, step, asynchronous)
     plan = None if handle is None or handle.plan is None else json.loads(handle.plan.to_json())
-    random = as_file(random_states())
-    job = Job(together, root, step, tensors, state, random, plan, keep)
+    job = Job(together, root, step, tensors, state, own, plan, keep)
     path, number = job.open()
     if asynchronous:
         saver.start(job, path, number)
@@ -200,8 +200,8 @@ def _same(together: Together, root: Path, step: int, keep: int | None, asynchron
 
 def _copied(
     contents: Contents, saver: Saver, root: Path, step: int, asynchronous: bool
-) -> tuple[dict[str, torch.Tensor], bytes]:
-    """Tensors to write, and the rest as a file. Collective."""
+) -> tuple[dict[str, torch.Tensor], bytes, bytes]:
+    """Tensors to write, and the rest as files: of all ranks, and of this one. Collective."""
     states, plain = contents.states()
     tensors = _tensors(contents, states)
 
@@ -226,7 +226,8 @@ def _copied(
         "scale": None if scale is None else (float(scale.factor), int(scale.good_steps)),
     }
     content = saver.together.here(lambda: _plain_file(state), partial(not_saved, root, step))
-    return (saver.staging.copy(tensors) if asynchronous else tensors), content
+    own = as_file({**random_states(), **own_values(saver.together, state)})
+    return (saver.staging.copy(tensors) if asynchronous else tensors), content, own
 
 
 def _reserve(contents: Contents, saver: Saver) -> None:

@@ -123,6 +123,43 @@ def test_steps_go_on_while_the_ranks_write_at_different_times(pool: Pool, tmp_pa
         assert "rank 0 calls save() with every=50, and rank 1 with every=51" in odd
 
 
+class _Place:
+    """How far a rank has read rows of its own."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def _with_own_values(folder: str) -> tuple[int, dict[str, Any]]:
+    model, _ = _model(0)
+    rank = dist.get_rank()
+    place = _Place(100 + rank)
+    seen = torch.tensor([rank])
+    graphaccel.save(folder, model, step=1, place=place, seen=seen, epoch=4)
+    again = _Place(0)
+    more = graphaccel.load(folder, model, place=again).more
+    return again.at, {"seen": int(more["seen"]), "epoch": more["epoch"]}
+
+
+def test_what_each_rank_has_for_itself_is_restored_for_itself(
+    pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank, (place, more) in enumerate(pool.run(2, _with_own_values, str(tmp_path))):
+        assert (place, more) == (100 + rank, {"seen": rank, "epoch": 4})
+    place = _Place(0)
+    graphaccel.load(tmp_path, _model(0)[0], place=place)  # on one rank
+    assert place.at == 100
+    assert "seen, place of each of 2 ranks: here all continue from that of rank 0" in (
+        capsys.readouterr().err
+    )
+
+
 def _raise(*_: Any) -> None:
     raise OSError(28, "No space left on device")
 
