@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
+from graphaccel.errors import GraphMisuse
 from graphaccel.runtime.module import original_class
 from graphaccel.runtime.parameters.layout import Layout
 from graphaccel.runtime.parameters.remote import RemoteTensor
@@ -75,6 +77,22 @@ class Contents:
                 path = key.rpartition(".")[0]
                 if key.endswith("_extra_state"):
                     model.get_submodule(path).set_extra_state(value)
+
+    def classes(self) -> dict[str, str]:
+        """Name → class of what would silently take the state of another class."""
+        schedulers = {k: v for k, v in self.objects.items() if isinstance(v, LRScheduler)}
+        return {name: type(v).__name__ for name, v in {**self.optimizers, **schedulers}.items()}
+
+    def object_states(self) -> dict[str, Any]:
+        """What `state_dict` returns, by name. Raises GraphMisuse (GA407) where one raises."""
+        results = {}
+        for name, value in self.objects.items():
+            try:
+                results[name] = value.state_dict()
+            except Exception as error:  # of the user's object
+                cause = f"{type(error).__name__}: {error}"
+                raise GraphMisuse(what=f"`{name}.state_dict()` raised {cause}") from error
+        return results
 
     def names(self, optimizer: Optimizer) -> list[list[str]]:
         """Names of an optimizer's parameters, by group; those in no model get one of the group."""

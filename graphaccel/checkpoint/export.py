@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,9 @@ from graphaccel.runtime.module import original_class
 from graphaccel.runtime.parameters.state import whole_tensor
 
 _SHARD = 5 * 2**30
+_INDEX = "model.safetensors.index.json"
+_EXPORTED = re.compile(r"model(-[0-9]{5}-of-[0-9]{5})?\.safetensors")
+"""Names of the files that hold weights; a folder may have others."""
 
 
 def export(folder: str | Path, model: nn.Module, *, max_shard_bytes: int = _SHARD) -> None:
@@ -34,6 +39,10 @@ def export(folder: str | Path, model: nn.Module, *, max_shard_bytes: int = _SHAR
     """
     if not isinstance(model, nn.Module):
         raise GraphMisuse(what=f"the model is a torch.nn.Module, not {type(model).__name__}")
+    if not isinstance(folder, (str, Path)):
+        raise GraphMisuse(what=f"the folder of the weights is {folder!r}")
+    if type(max_shard_bytes) is not int or max_shard_bytes < 1:
+        raise GraphMisuse(what=f"max_shard_bytes is a whole number from 1, not {max_shard_bytes!r}")
     handle = getattr(model, "graphaccel", None)
     if handle is not None:
         handle.agree(SAVE)
@@ -55,14 +64,21 @@ def export(folder: str | Path, model: nn.Module, *, max_shard_bytes: int = _SHAR
         state.pop(name, None)
     files = _files(state, max_shard_bytes)
     session = None if handle is None else handle.session
-    for file, names in files.items():
-        whole = {}
-        for name in names:
-            tensor = together.collective(lambda name=name: whole_tensor(session, name, state[name]))
-            if together.rank == 0:
-                whole[name] = tensor.cpu().contiguous().clone()
-        together.first(lambda file=file, whole=whole: _write(root / file, whole), failed)
-    together.first(lambda: _finish(root, files, state, model), failed)
+    try:
+        for file, names in files.items():
+            whole = {}
+            for name in names:
+                tensor = together.collective(
+                    lambda name=name: whole_tensor(session, name, state[name])
+                )
+                if together.rank == 0:
+                    whole[name] = tensor.cpu().contiguous().clone()
+            together.first(lambda file=file, whole=whole: _write(root / file, whole), failed)
+        together.first(lambda: _replace(root, files, state), failed)
+    finally:
+        if together.rank == 0:  # where one failed: their room may be what is missing
+            _remove_new(root, files)
+    together.first(lambda: _write_configs(root, model), failed)
 
 
 def _prepare(root: Path) -> None:
@@ -107,23 +123,49 @@ def _files(state: Mapping[str, Tensor], most: int) -> dict[str, list[str]]:
 def _write(path: Path, tensors: dict[str, Tensor]) -> None:
     from safetensors.torch import save_file
 
-    new = path.with_suffix(".new")
-    save_file(tensors, new, metadata={"format": "pt"})
-    new.replace(path)
+    try:
+        save_file(tensors, _new(path), metadata={"format": "pt"})
+    except OSError:
+        raise
+    except Exception as error:  # the package has errors of its own
+        raise OSError(str(error)) from error
 
 
-def _finish(
-    root: Path, files: Mapping[str, list[str]], state: Mapping[str, Tensor], model: nn.Module
-) -> None:
-    """The index of several files, and a Hugging Face model's configuration."""
-    index = root / "model.safetensors.index.json"
-    for stale in _others(root, files):
-        stale.unlink()
+def _new(path: Path) -> Path:
+    """Where a file is until all are written."""
+    return path.with_name(f"{path.name}.new")
+
+
+def _remove_new(root: Path, files: Iterable[str]) -> None:
+    """Remove what was not renamed into place."""
+    for file in (*files, _INDEX):
+        with suppress(OSError):
+            _new(root / file).unlink()
+
+
+def _replace(root: Path, files: Mapping[str, list[str]], state: Mapping[str, Tensor]) -> None:
+    """Rename the files into place, without an index meanwhile: it would name files of two models.
+
+    Weights of an earlier export, which would be read instead of these, are removed.
+    """
+    index = root / _INDEX
     if len(files) > 1:
         size = sum(t.numel() * t.element_size() for t in state.values())
         where = {name: file for file, names in files.items() for name in names}
         content = {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
-        index.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        _new(index).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    index.unlink(missing_ok=True)
+    for path in root.iterdir():
+        if _EXPORTED.fullmatch(path.name) and path.name not in files:
+            path.unlink()
+    for file in files:
+        _new(root / file).replace(root / file)
+    if len(files) > 1:
+        _new(index).replace(index)
+
+
+def _write_configs(root: Path, model: nn.Module) -> None:
+    """A Hugging Face model's configuration."""
     configs: list[Any] = [getattr(model, n, None) for n in ("config", "generation_config")]
     for config in configs:
         write = getattr(config, "save_pretrained", None)
@@ -131,10 +173,3 @@ def _finish(
             if config is getattr(model, "config", None):
                 config.architectures = [original_class(model).__name__]
             write(root)
-
-
-def _others(root: Path, files: Mapping[str, list[str]]) -> Iterator[Path]:
-    """Weights of an earlier export, which would be read instead of or beside these."""
-    for path in root.glob("model*.safetensors*"):
-        if path.name not in files:
-            yield path

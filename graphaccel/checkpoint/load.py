@@ -198,6 +198,7 @@ def _restore(
         return with_own_values(state, random, together, manifest.ranks), random
 
     state, random = together.here(read, fail)
+    together.here(lambda: _set_objects(checkpoint, contents, state["objects"]), fail)
     targets, states = _targets(checkpoint, contents)
     reader = TrustedReader(checkpoint.folder, before)
     with torch.no_grad():
@@ -205,12 +206,22 @@ def _restore(
     _set_states(contents, states, state["values"])
     _set_groups(contents, state["groups"])
     contents.set_extra_states(state["extra"])
-    for name, value in contents.objects.items():
-        value.load_state_dict(state["objects"][name])
     _set_scale(contents, state["scale"])
     set_random_states(random)
     _name_what_is_left_out(checkpoint, contents, state)
     return dict(state["more"])
+
+
+def _set_objects(
+    checkpoint: CompleteCheckpoint, contents: Contents, states: Mapping[str, Any]
+) -> None:
+    """Give objects their states. Raises CheckpointDiffers (GA414) where one does not take it."""
+    for name, value in contents.objects.items():
+        try:
+            value.load_state_dict(states[name])
+        except Exception as error:  # of the user's object
+            changed = f"{name}: {type(error).__name__}: {error}"
+            raise CheckpointDiffers(path=str(checkpoint.folder), changed=(changed,)) from error
 
 
 def _name_what_is_left_out(
@@ -254,13 +265,14 @@ def _check_fits(
         for name, kind in wanted.items()
         if name in saved and saved[name] != kind
     ]
+    classes, here = state.get("classes", {}), contents.classes()
+    other = {name: kind for name, kind in here.items() if classes.get(name, kind) != kind}
+    changed += [f"{name}: {classes[name]}, here {kind}" for name, kind in other.items()]
     for name, optimizer in contents.optimizers.items():
         groups = state["groups"].get(name)
         if groups is None:
             missing.append(f"{name}, a {type(optimizer).__name__}")
-        elif (kind := state.get("classes", {}).get(name)) not in (None, type(optimizer).__name__):
-            changed.append(f"{name}: {kind}, here {type(optimizer).__name__}")
-        else:
+        elif name not in other:
             changed += _other_groups(name, contents.names(optimizer), groups)
     missing += [name for name in contents.objects if name not in state["objects"]]
     if missing or unexpected or changed:

@@ -218,10 +218,10 @@ def _copied(
     scale = None if session is None else session.scale
     state = {
         "groups": contents.groups(),
-        "classes": {name: type(each).__name__ for name, each in contents.optimizers.items()},
+        "classes": contents.classes(),
         "values": merged,
         "extra": contents.extra_states(),
-        "objects": {name: value.state_dict() for name, value in contents.objects.items()},
+        "objects": saver.together.here(contents.object_states, lambda _, c: GraphMisuse(what=c)),
         "more": dict(contents.values),
         "scale": None if scale is None else (float(scale.factor), int(scale.good_steps)),
     }
@@ -283,8 +283,8 @@ def _check_classes(tensors: Mapping[str, torch.Tensor]) -> None:
 
 def _plain_file(state: Mapping[str, Any]) -> bytes:
     """The file of everything but tensors, once it is known that it can be loaded again."""
-    built = as_file(dict(state))
     try:
+        built = as_file(dict(state))
         torch.load(io.BytesIO(built), weights_only=True)
         return built
     except Exception as error:

@@ -26,6 +26,7 @@ _OF_A_FOLDER = (
     "pytorch_model.bin.index.json",
     "pytorch_model.bin",
 )
+_PART = re.compile(r"(model|pytorch_model)-[0-9]{5}-of-[0-9]{5}\.(safetensors|bin)")
 Kind = tuple[torch.dtype, torch.Size]
 
 
@@ -41,7 +42,19 @@ def is_weights(path: Path) -> bool:
     """Whether a path is a file of weights, or a folder with such files as Hugging Face has."""
     if path.suffix in (*_PICKLED, _SAFE):
         return not path.is_dir()
-    return any((path / name).is_file() for name in _OF_A_FOLDER)
+    return _named(path) is not None or _without_index(path) is not None
+
+
+def _named(folder: Path) -> str | None:
+    """The file of a folder that holds its weights, or says where they are."""
+    return next((name for name in _OF_A_FOLDER if (folder / name).is_file()), None)
+
+
+def _without_index(folder: Path) -> str | None:
+    """The index that is missing, where a folder has one of several files of weights."""
+    paths = folder.iterdir() if folder.is_dir() else ()
+    parts = (_PART.fullmatch(path.name) for path in paths)
+    return next((f"{part[1]}.{part[2]}.index.json" for part in parts if part), None)
 
 
 def load_weights(path: Path, model: nn.Module, together: Together, failed: Failed) -> None:
@@ -73,7 +86,10 @@ def open_weights(path: Path) -> Weights:
         raise CheckpointDamaged(path=str(path), problems=("there is no such file",))
     if path.is_file():
         return _of_file(path)
-    name = next(name for name in _OF_A_FOLDER if (path / name).is_file())
+    name = _named(path)
+    if name is None:
+        problem = f"{_without_index(path)} is missing"
+        raise CheckpointDamaged(path=str(path), problems=(problem,))
     if not name.endswith(".json"):
         return _of_file(path / name)
     parts = [_of_file(file) for file in _indexed(path / name)]

@@ -165,6 +165,45 @@ def test_another_optimizer(folder: Path, name: str) -> None:
     assert other.param_groups[0]["lr"] == 0.1
 
 
+def test_another_scheduler(tmp_path: Path) -> None:
+    run, other = build(), build()
+    graphaccel.save(tmp_path, *run[:2], step=1, scheduler=run[2])
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(other[1], 0.5)
+    with refused(errors.CheckpointDiffers, other) as raised:
+        graphaccel.load(tmp_path, *other[:2], scheduler=scheduler)
+    assert raised.value.changed == ("scheduler: CosineAnnealingLR, here ExponentialLR",)
+
+
+class _Raises:
+    """An object of a script's whose state can not be taken, or not be given."""
+
+    def __init__(self, given: dict[str, Any] | None = None) -> None:
+        self.given = given
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.given is None:
+            raise KeyError("place")
+        return self.given
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise TypeError(f"no {state['place']}")
+
+
+def test_objects_that_raise(tmp_path: Path) -> None:
+    run = build()
+    for given, said in (
+        (None, r"`data.state_dict\(\)` raised KeyError: 'place'"),
+        ({"place": lambda: 0}, r"`data` is saved with more than .* \['place'\] is a"),
+    ):
+        with pytest.raises(errors.GraphMisuse, match=said):
+            graphaccel.save(tmp_path, *run[:2], step=1, data=_Raises(given))
+    graphaccel.save(tmp_path, *run[:2], step=1, data=_Raises({"place": 7}))
+    other = build(seed=1)
+    with refused(errors.CheckpointDiffers, other) as raised:
+        graphaccel.load(tmp_path, *other[:2], data=_Raises())
+    assert raised.value.changed == ("data: TypeError: no 7",)
+
+
 def test_an_object_that_was_not_saved(folder: Path) -> None:
     run = build()
     with refused(errors.CheckpointDiffers, run) as raised:

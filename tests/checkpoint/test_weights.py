@@ -6,8 +6,10 @@ import json
 import random
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor, nn
@@ -74,6 +76,50 @@ def test_an_export_is_read_by_from_pretrained(tmp_path: Path, shard: int) -> Non
     read = GPT2LMHeadModel.from_pretrained(tmp_path)
     ids = torch.arange(8)[None]
     assert torch.equal(read.eval()(ids).logits, model.eval()(ids).logits)
+
+
+@pytest.mark.parametrize("when", ["written", "renamed"])
+def test_an_export_that_fails_leaves_no_mixture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """The second file can not be written, or not be renamed into place."""
+    old, mine = gpt2(3), tmp_path / "model_ema.safetensors"
+    graphaccel.export(tmp_path, old, max_shard_bytes=6000)
+    mine.write_text("of the user")
+    owner, name = (safetensors.torch, "save_file") if when == "written" else (Path, "replace")
+    real, calls = getattr(owner, name), []
+
+    def fail_second(*arguments: Any, **more: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise (
+                safetensors.SafetensorError("No space") if when == "written" else OSError(5, "I/O")
+            )
+        return real(*arguments, **more)
+
+    monkeypatch.setattr(owner, name, fail_second)
+    with pytest.raises(errors.CheckpointNotSaved, match=r"No space|I/O"):
+        graphaccel.export(tmp_path, gpt2(4), max_shard_bytes=6000)
+    monkeypatch.undo()
+    assert not list(tmp_path.glob("*.new"))
+    other = gpt2(5)
+    if when == "written":
+        graphaccel.load(tmp_path, other)
+        assert same(other.state_dict(), old.state_dict())
+    else:  # files of both are there, and no index that names them together
+        with pytest.raises(
+            errors.CheckpointDamaged, match=r"model.safetensors.index.json is missing"
+        ):
+            graphaccel.load(tmp_path, other)
+        assert same(other.state_dict(), gpt2(5).state_dict())
+    graphaccel.export(tmp_path, gpt2(4))
+    assert mine.read_text() == "of the user"
+
+
+def test_arguments_of_an_export(tmp_path: Path) -> None:
+    for folder, size in ((None, 10), (tmp_path, 0), (tmp_path, "5GB")):
+        with pytest.raises(errors.GraphMisuse, match=f"{folder if folder is None else repr(size)}"):
+            graphaccel.export(folder, gpt2(), max_shard_bytes=size)  # pyright: ignore
 
 
 def test_a_file_that_is_missing_or_cut_off(folder: Path, tmp_path: Path) -> None:
