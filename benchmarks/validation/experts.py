@@ -23,7 +23,7 @@ from graphaccel.planner.cluster.catalogue import LAUNCH_SECONDS
 from graphaccel.planner.cluster.cluster import Cluster, Device
 from graphaccel.planner.cluster.communication import all_to_all_seconds, exposed_seconds
 from graphaccel.planner.plan.plan import Plan
-from graphaccel.planner.profile.axis_collectives import KINDS, sent_bytes, wires_of
+from graphaccel.planner.profile.axis_collectives import KINDS, collective_costs_of, sent_bytes
 from graphaccel.planner.profile.cost import Sizes, left_source, node_work
 from graphaccel.planner.profile.efficiency import Work, seconds_of
 from graphaccel.planner.profile.profile import Profile
@@ -226,7 +226,7 @@ def _rows_in_parts(run: Run, profile: Profile, plan: Plan, where: Cluster) -> tu
     seconds of a microbatch in which a device waits for what is sent, on all stages."""
     assert plan.prediction is not None
     sizes = Sizes({**profile.step.sizes, BATCH: plan.microbatch_size})
-    group, ours, sent = wires_of(where, plan).group(("expert",)), 0.0, 0.0
+    group, ours, sent = collective_costs_of(where, plan).group(("expert",)), 0.0, 0.0
     theirs = sent_once_a_node(run, where) if run.system.once_a_node else where
     for node in profile.nodes:
         if node.target is EXCHANGE:

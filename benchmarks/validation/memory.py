@@ -111,9 +111,9 @@ def _fsdp2(memory: StageMemory, run: Run, kept: float) -> int:
     reads.
     """
     tokens = run.microbatch * run.sequence // run.context
-    resting = memory.optimizer // 6
+    held_bytes = memory.optimizer // 6
     words = 2 * run.vocabulary * run.hidden // run.tensor
-    gathered, shards = max(0, memory.parameter - resting), 2 * resting // run.context
+    gathered, shards = max(0, memory.parameter - held_bytes), 2 * held_bytes // run.context
     width = 1 if run.products.startswith("float8") else 2
     if run.pipeline == 1:
         layer = run.hidden * (2 * run.hidden * (1 + run.kv_heads / run.heads) + 3 * run.ffn)

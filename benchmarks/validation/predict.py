@@ -65,16 +65,16 @@ class Predicted:
 
 class _Redrawn(Layouts):
     """Of systems that do all of a block's forward again where they recompute it, drawing random
-    numbers and sending; ours does what the backward reads again, and keeps both. whole_again:
+    numbers and sending; ours does what the backward reads again, and keeps both. recompute_whole:
     what nothing reads is done again too."""
 
-    whole_again = True
+    recompute_whole = True
 
     def of(self, plan: Plan) -> Profile:
         """The profile of the graph that a device of `plan` runs."""
         profile = super().of(plan)
         profile.storages.kept[:] = False
-        profile.whole_again = self.whole_again
+        profile.recompute_whole = self.recompute_whole
         return profile
 
 
@@ -200,11 +200,11 @@ class Predictor:
         return decided, fullest - budget
 
     def _planned(
-        self, run: Run, fusions: tuple[str, ...], where: Cluster, whole_again: bool = True
+        self, run: Run, fusions: tuple[str, ...], where: Cluster, recompute_whole: bool = True
     ) -> tuple[Plan, Profile]:
-        """The run's plan with such kernels, and what a device of it runs. whole_again: of blocks
-        that are made again also what nothing reads."""
-        captured = self.captured(run, fusions, whole_again)
+        """The run's plan with such kernels, and what a device of it runs. recompute_whole: of
+        blocks that are made again also what nothing reads."""
+        captured = self.captured(run, fusions, recompute_whole)
         plan = search(
             captured.whole.step,
             where,
@@ -219,7 +219,7 @@ class Predictor:
         self,
         run: Run,
         fusions: tuple[str, ...],
-        whole_again: bool = True,
+        recompute_whole: bool = True,
         *,
         other_meshes: bool = False,
     ) -> Layouts:
@@ -227,7 +227,7 @@ class Predictor:
         other_meshes: as of `cluster_of`."""
         where = cluster_of(run, self._most, other_meshes=other_meshes)
         shape = run.shape, run.device
-        key = shape, where.links, fusions, whole_again
+        key = shape, where.links, fusions, recompute_whole
         if (known := self._layouts.get(key)) is None:
             module, batch = model_of(run)
             pins = {"fusions": fusions or "off", "compile": "off"}
@@ -237,8 +237,8 @@ class Predictor:
             compiler.captures.steps = self._captures[run.shape]
             step, sizes = compiler.capture(batch)
             made = compiler.layouts(step, {**sizes, BATCH: 2})
-            known = _Redrawn(made.whole, made.localise)
-            known.whole_again = whole_again
+            known = _Redrawn(made.whole, made.shard_graph)
+            known.recompute_whole = recompute_whole
             same = {key: made for key, made in self._layouts.items() if key[0] == shape}
             self._layouts = {**same, key: known}  # runs come by shape
         return known

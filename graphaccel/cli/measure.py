@@ -234,7 +234,7 @@ def _write(args: argparse.Namespace, mine: tuple[list[float], list[float], int, 
     if len(everyone) > 1:
         dist.all_gather_object(everyone, own)
     if rank == 0:
-        slowest, stepping = (
+        slowest, stepped = (
             [max(times) for times in zip(*(one[place] for one in everyone), strict=True)]
             for place in (1, 2)
         )
@@ -242,7 +242,7 @@ def _write(args: argparse.Namespace, mine: tuple[list[float], list[float], int, 
         memory, host = (
             [max(one[place] for one in everyone if one[0] == n) for n in stages] for place in (3, 4)
         )
-        said = {"seconds": slowest, "optimizer": stepping, "memory": memory, "host": host}
+        said = {"seconds": slowest, "optimizer": stepped, "memory": memory, "host": host}
         args.out.write_text(json.dumps(said))
 
 

@@ -24,7 +24,7 @@ from graphaccel.compiler.model import Model
 from graphaccel.compiler.ort_regions import Regions
 from graphaccel.compiler.plan_notes import program_notes
 from graphaccel.compiler.probe_routing import TriedChoices, tried_choices
-from graphaccel.compiler.profile_graph import localised
+from graphaccel.compiler.profile_graph import sharded_graph
 from graphaccel.compiler.program_memory import ProgramMemory
 from graphaccel.compiler.programs import Target, build, placed_programs
 from graphaccel.errors import GraphAccelError
@@ -172,7 +172,7 @@ class Compiler:
         limits = split_limits(layouts.whole.step)
         self._refuse_missing(layouts.whole.step, limits)
         size = sizes.get(BATCH, step.batch_size)
-        conditions = Conditions(limits, size, self.model.shardable, self.stepping())
+        conditions = Conditions(limits, size, self.model.shardable, self.step_memory())
         with running("plan") if record is None else nullcontext():  # else what records, shows it
             plan = search(
                 layouts.whole.step,
@@ -214,9 +214,9 @@ class Compiler:
         """A decision that graphs are profiled for: that of the plan to run, or else a pin."""
         return self.pins.get(name) if self.given is None else getattr(self.given, name)
 
-    def stepping(self) -> OptimizerMemory:
+    def step_memory(self) -> OptimizerMemory:
         """Memory that the optimizer's step allocates; our fused step allocates none."""
-        return NOTHING if self._placed() else self.model.stepping
+        return NOTHING if self._placed() else self.model.step_memory
 
     # ---- profiles and rates
 
@@ -238,7 +238,9 @@ class Compiler:
         plan = replace(plan, fusions=self._fusions(plan), rates=rates_of(cluster, plan))
         result = prepared(step, plan)
         return (
-            LocalGraph(result) if plan.model_parallel_size == 1 else localised(result, plan, sizes)
+            LocalGraph(result)
+            if plan.model_parallel_size == 1
+            else sharded_graph(result, plan, sizes)
         )
 
     def cluster_for(self, step: StepGraph, sizes: Mapping | None = None) -> Cluster:
@@ -317,7 +319,7 @@ class Compiler:
             own,
             sizes=sizes,
             homes=None if same else stored.homes,
-            resting=stored.resting,
+            parameter_shards=stored.parameter_shards,
             groups=stored.groups,
             ort=self.regions.tools(plan, planned.cluster, plan),
         )
@@ -343,7 +345,7 @@ class Compiler:
             sizes=sizes,
             homes=stored.homes,
             gradients=False,
-            resting=stored.resting,
+            parameter_shards=stored.parameter_shards,
             groups=stored.groups,
             ranks=plan.shards,
             ort=self.regions.tools(alone, planned.cluster, plan),

@@ -33,14 +33,14 @@ from graphaccel.runtime.deferred import RECORD
 class Model:
     """A module, its loss function, the bytes of optimizer state for each byte of trained parameter,
     and the bytes of its parameters and buffers by name. shardable: its optimizer can work on
-    shards. stepping: memory that the optimizer's step allocates. batch_dims: the batch dims of the
-    inputs, where given."""
+    shards. step_memory: memory that the optimizer's step allocates. batch_dims: the batch dims of
+    the inputs, where given."""
 
     module: nn.Module = field(repr=False)
     loss_fn: LossFn | None
     optimizer_bytes: float
     shardable: bool = True
-    stepping: OptimizerMemory = NOTHING
+    step_memory: OptimizerMemory = NOTHING
     batch_dims: BatchDims = None
 
     def resident(self, batch: Batch, plan: Plan, program: StepProgram) -> Resident:
@@ -51,27 +51,27 @@ class Model:
             parameter = parameters[name]
             return prod(local_shape(parameter.shape, splits, plan)) * parameter.element_size()
 
-        resting = {n: share(n, program.resting.get(n, ())) for n in parameters}
+        held_bytes = {n: share(n, program.parameter_shards.get(n, ())) for n in parameters}
         states = {
             n: share(n, program.state_splits(n)) for n, p in parameters.items() if p.requires_grad
         }
 
         def stepped(names: Sequence[str]) -> int:
             held = {n for n in names if n in states}
-            apart = [resting[n] for n in parameters if n in held and states[n] < resting[n]]
+            apart = [held_bytes[n] for n in parameters if n in held and states[n] < held_bytes[n]]
             fused = bool(plan.fusions)
             sizes = [states[n] for n in parameters if n in held]
             split = (n for n in held if n in program.owned and program.owned[n].level < 3)
-            padded = sum(states[n] for n in split if states[n] * plan.shards > resting[n])
+            padded = sum(states[n] for n in split if states[n] * plan.shards > held_bytes[n])
             if self.shardable:
-                return step_bytes(plan, self.stepping, sum(sizes), sizes, apart, fused, padded)
+                return step_bytes(plan, self.step_memory, sum(sizes), sizes, apart, fused, padded)
             # Parameters, gradients and state are gathered (runtime.parameters.whole_matrices).
             sizes = [tensor_bytes(parameters[n]) for n in parameters if n in held]
             gathered = sum(
                 tensor_bytes(parameters[n]) for n in held if states[n] < tensor_bytes(parameters[n])
             )
             together = int(gathered * (2 + self.optimizer_bytes))
-            return together + step_bytes(plan, self.stepping, sum(sizes), sizes, [], fused, 0)
+            return together + step_bytes(plan, self.step_memory, sum(sizes), sizes, [], fused, 0)
 
         built = (*nn.Module.parameters(self.module), *self.module.buffers())
         # A frozen parameter that the forward updates is a buffer in the graph.
@@ -80,7 +80,7 @@ class Model:
         }
         buffers |= dict(self.module.named_buffers(remove_duplicate=False))
         return Resident(
-            resting,
+            held_bytes,
             {n: tensor_bytes(b) for n, b in buffers.items()},
             states,
             sum(tensor_bytes(t) for t in batch.tensors.values()),

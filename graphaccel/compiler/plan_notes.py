@@ -67,7 +67,7 @@ def _whole_over_tensor(model: Model, program: StepProgram, plan: Plan) -> Iterat
     if plan.tensor == 1:
         return
     weights = {n: p for n, p in model.module.named_parameters() if p.dim() > 1}
-    whole = [n for n in weights if n not in program.resting]
+    whole = [n for n in weights if n not in program.parameter_shards]
     size = sum(tensor_bytes(weights[n]) for n in whole)
     if 20 * size >= sum(map(tensor_bytes, weights.values())):
         yield (

@@ -30,7 +30,7 @@ class Tried:
     """The result. state: bytes of optimizer state for each byte of parameters."""
 
     state: float
-    stepping: OptimizerMemory
+    step_memory: OptimizerMemory
 
 
 def tried_step(optimizer: Optimizer, device_type: str) -> Tried | None:
@@ -53,9 +53,9 @@ def tried_step(optimizer: Optimizer, device_type: str) -> Tried | None:
     return Tried(
         max(one.state for one in results),
         OptimizerMemory(
-            max(one.stepping.together for one in results),
-            max(one.stepping.each for one in results),
-            max(one.stepping.before for one in results),
+            max(one.step_memory.together for one in results),
+            max(one.step_memory.each for one in results),
+            max(one.step_memory.before for one in results),
         ),
     )
 
@@ -66,7 +66,7 @@ def optimizer_memory_of(optimizer: Optimizer | None, device_type: str) -> Optimi
     if optimizer is None:
         return OptimizerMemory()
     result = tried_step(optimizer, device_type)
-    return _UNKNOWN if result is None else result.stepping
+    return _UNKNOWN if result is None else result.step_memory
 
 
 def _of_group(optimizer: Optimizer, settings: dict[str, Any]) -> Tried:

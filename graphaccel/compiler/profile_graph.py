@@ -37,7 +37,7 @@ from graphaccel.planner.placement.solve_axes import (
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.profile.layout_profiles import LocalGraph
 from graphaccel.planner.profile.lines import unfolded
-from graphaccel.sharding.apply.sharding_cache import Drafts
+from graphaccel.sharding.apply.sharding_cache import ShardingCache
 from graphaccel.sharding.solve.conversions import Counted
 
 log = logging.getLogger("graphaccel.passes")
@@ -46,7 +46,7 @@ _LEAST = 13
 """The least number of examples in the graph that is sharded."""
 
 
-def localised(
+def sharded_graph(
     step: StepGraph, plan: Plan, sizes: Mapping[sympy.Symbol, int] | None = None
 ) -> LocalGraph:
     """The step as each rank of the tensor, context and expert axes of `plan` runs it.
@@ -55,22 +55,22 @@ def localised(
 
     Raises BadPin (GA202) for placements that the graph does not allow.
     """
-    drafts = step.analyses.cached((), Drafts)
+    cache = step.analyses.cached((), ShardingCache)
     if step.repeats is not None and step.even(dict(plan.placements)):
         try:
-            return _repeated(step, plan, sizes, drafts)
+            return _repeated(step, plan, sizes, cache)
         except (NotRepeated, GraphAccelError) as reason:  # then all layers are sharded
             log.info("all layers are sharded: %s", reason)
-    return _localised(step, plan, sizes, drafts)[0]
+    return _sharded_graph(step, plan, sizes, cache)[0]
 
 
 def _repeated(
-    step: StepGraph, plan: Plan, sizes: Mapping[sympy.Symbol, int] | None, drafts: Drafts
+    step: StepGraph, plan: Plan, sizes: Mapping[sympy.Symbol, int] | None, cache: ShardingCache
 ) -> LocalGraph:
     """Shard few layers, and unfold the result."""
     few = step.repeats
     assert few is not None
-    built = over_few(few, lambda each, transfer: _localised(each, plan, sizes, drafts, transfer))
+    built = over_few(few, lambda each, transfer: _sharded_graph(each, plan, sizes, cache, transfer))
     if any(each.guessed for each in built):
         raise NotRepeated("some calls are not placed exactly")
     short, *longer = (each.step for each in built)
@@ -82,19 +82,19 @@ def _repeated(
     return LocalGraph(local, partial, {}, unfolded(local))
 
 
-def _localised(
+def _sharded_graph(
     step: StepGraph,
     plan: Plan,
     sizes: Mapping[sympy.Symbol, int] | None,
-    drafts: Drafts,
+    cache: ShardingCache,
     transfer: Transfer | None = None,
 ) -> tuple[LocalGraph, SolvedGraph]:
     even = BATCH in step.sizes and plan.microbatch_size % plan.expert == 0
-    part, prime, at = _part(step, plan, sizes or {}, even, drafts)
+    part, prime, at = _part(step, plan, sizes or {}, even, cache)
     counted = None
     if even:
         counted = Counted(prime, plan.usual / at[BATCH], examples=plan.usual)
-    solved = solve_axes(part, step, Request(plan, counted=counted, drafts=drafts), transfer)
+    solved = solve_axes(part, step, Request(plan, counted=counted, cache=cache), transfer)
     graph, partial = solved.local.graph, solved.local.partial
     if plan.model_parallel_size == plan.context:  # other layouts are derived from it
         graph = _copied(graph)
@@ -109,19 +109,19 @@ def _localised(
 
 
 def _part(
-    step: StepGraph, plan: Plan, sizes: Mapping[sympy.Symbol, int], even: bool, drafts: Drafts
+    step: StepGraph, plan: Plan, sizes: Mapping[sympy.Symbol, int], even: bool, cache: ShardingCache
 ) -> tuple[fx.GraphModule, int, Mapping[sympy.Symbol, int]]:
     """The graph of few examples that is sharded, its prime, and the symbol sizes in it."""
     axes = tuple(sorted({plan.tensor, plan.context, plan.expert}))
-    prime = _prime(step, sizes, axes, drafts) if even else 1
+    prime = _prime(step, sizes, axes, cache) if even else 1
     examples = (prime, plan.expert) if even else (plan.microbatch_size,)
     asked = step.graph, examples, tuple(sizes.items())
-    if asked not in drafts.parts:
+    if asked not in cache.parts:
         few = prime * plan.expert if even else plan.microbatch_size  # sharded over expert
         at = {**step.sizes, **sizes, **({BATCH: few} if BATCH in step.sizes else {})}
         alone = replace(plan, data=1, microbatches=1, batch=few)
-        drafts.parts[asked] = exact_microbatch(step, alone, at, drafts.fakes).graph, prime, at
-    return drafts.parts[asked]
+        cache.parts[asked] = exact_microbatch(step, alone, at, cache.fakes).graph, prime, at
+    return cache.parts[asked]
 
 
 def _copied(module: fx.GraphModule) -> fx.GraphModule:
@@ -133,12 +133,12 @@ def _copied(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _prime(
-    step: StepGraph, sizes: Mapping[sympy.Symbol, int], axes: tuple[int, ...], drafts: Drafts
+    step: StepGraph, sizes: Mapping[sympy.Symbol, int], axes: tuple[int, ...], cache: ShardingCache
 ) -> int:
     """The least prime that divides no size of the graph for one example, nor a rank's part of it
     on axes of these sizes; a part of a dim that an axis does not divide is rounded up."""
     asked = step.graph, tuple(sizes.items()), axes
-    if asked not in drafts.primes:
+    if asked not in cache.primes:
         one = {**step.sizes, **sizes, BATCH: 1}
         dims = {d for node in step.graph.graph.nodes
                 for d in pytree.tree_leaves(node.meta.get("dims", ()))}  # fmt: skip
@@ -147,8 +147,8 @@ def _prime(
         prime = _LEAST
         while any(n % prime == 0 for n in result):
             prime = int(sympy.nextprime(prime))
-        drafts.primes[asked] = prime
-    return drafts.primes[asked]
+        cache.primes[asked] = prime
+    return cache.primes[asked]
 
 
 class _Local:

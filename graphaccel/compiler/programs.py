@@ -31,7 +31,7 @@ class Target:
     sizes: Sizes | None = None
     homes: Mapping[str, tuple[int, ...]] | None = None
     gradients: bool = True
-    resting: Mapping[str, tuple[Sharded, ...]] | None = None
+    parameter_shards: Mapping[str, tuple[Sharded, ...]] | None = None
     groups: tuple[tuple[str, ...], ...] | None = None
     ranks: int | None = None
     ort: Tools | None = None
@@ -54,7 +54,8 @@ def placed_programs(
     """
     run = partial(
         pipeline.build, step, sizes=target.sizes, homes=target.homes, gradients=target.gradients,
-        resting=target.resting, groups=target.groups, ranks=target.ranks, ort=target.ort,
+        parameter_shards=target.parameter_shards, groups=target.groups, ranks=target.ranks,
+        ort=target.ort,
     )  # fmt: skip
     if plan.axis_placements:
         if not checked:
@@ -64,7 +65,7 @@ def placed_programs(
     try:
         return placed, run(placed)
     except PlanMismatch:  # placed with few layers, which then are not those of all
-        if step.repeats is None or target.resting is not None:
+        if step.repeats is None or target.parameter_shards is not None:
             raise
     placed = place(replace(_placing(step, plan, target), all_layers=True))
     return placed, run(placed)
@@ -77,7 +78,7 @@ def with_placements(step: StepGraph, plan: Plan, target: Target | None = None) -
         return plan
     target = target or Target()
     placing = _placing(step, plan, target)
-    if target.resting is not None:
+    if target.parameter_shards is not None:
         return place(placing)
     split = (plan.data, plan.microbatches, plan.batch, plan.tensor, plan.context, plan.expert)
     pins = (plan.placements, plan.rates, plan.sequence, plan.context_by, plan.outputs, plan.devices)
@@ -87,11 +88,13 @@ def with_placements(step: StepGraph, plan: Plan, target: Target | None = None) -
 
 
 def _placing(step: StepGraph, plan: Plan, target: Target) -> Placing:
-    context = Context(step, plan, target.sizes, target.gradients, Fixed(resting=target.resting))
+    context = Context(
+        step, plan, target.sizes, target.gradients, Fixed(parameter_shards=target.parameter_shards)
+    )
     for each in pipeline.PIPELINE:
         if each.level == "step":
             context = each.run(context)
-    return Placing(context.step, plan, partial(_part, plan, target), target.resting)
+    return Placing(context.step, plan, partial(_part, plan, target), target.parameter_shards)
 
 
 def _part(plan: Plan, target: Target, step: StepGraph) -> fx.GraphModule:

@@ -40,7 +40,13 @@ def smaller_plan(compiler: Compiler, planned: Planned, room: int | None) -> Smal
     layouts, limits = compiler.layouts(step), split_limits(step)
     state = int(4 * compiler.model.optimizer_bytes)
     problem = Problem(
-        layouts, planned.cluster, state, limits, compiler.model.shardable, (), compiler.stepping()
+        layouts,
+        planned.cluster,
+        state,
+        limits,
+        compiler.model.shardable,
+        (),
+        compiler.step_memory(),
     )
     now = _tensors(problem.predicted(plan, simulated=False))
     bound = _MARGIN * (now if room is None else min(now, room))

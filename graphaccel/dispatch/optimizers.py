@@ -37,7 +37,7 @@ def state_keys(optimizer: torch.optim.Optimizer, planned: Planned) -> StateKeys 
     Raises NotElementwise (GA211) for an optimizer that couples parameters on several devices.
     """
     plan, program = planned.plan, planned.program
-    sharded = bool(program.owned or program.resting)
+    sharded = bool(program.owned or program.parameter_shards)
     if is_elementwise(optimizer) or not (sharded or plan.pipeline > 1):
         return None
     known = coupling_of(optimizer)

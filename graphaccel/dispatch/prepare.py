@@ -80,7 +80,7 @@ def _check_shared_memory(model: nn.Module, chosen: Planned) -> None:
     would stay as it is now."""
     held = {n: _addresses(b) for n, b in model.named_buffers() if b.numel() and not b.is_meta}
     for name, parameter in model.named_parameters():
-        if name not in chosen.program.resting or parameter.is_meta:
+        if name not in chosen.program.parameter_shards or parameter.is_meta:
             continue
         own = _addresses(parameter)
         for buffer, its in held.items():

@@ -99,8 +99,8 @@ class Prepared:
     @property
     def stored(self) -> Fixed:
         """Where and how the running programs hold the parameters."""
-        resting = self.planned.program.resting
-        return Fixed(self.session.homes, resting, self.session.groups)
+        parameter_shards = self.planned.program.parameter_shards
+        return Fixed(self.session.homes, parameter_shards, self.session.groups)
 
     @property
     def has_all(self) -> bool:

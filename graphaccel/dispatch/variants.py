@@ -59,7 +59,7 @@ class Variants:
     def __init__(self, most: int, dropped: Callable[[CompiledStep], None]) -> None:
         self._most, self._dropped = most, dropped
         self._known: dict[Any, list[Variant]] = {}  # latest used last
-        self._told = False
+        self._reported = False
 
     def find(self, key: Any) -> Variant | None:
         """The one whose guards hold."""
@@ -88,8 +88,8 @@ class Variants:
         self._dropped(self._known[oldest].pop().compiled)
         if not self._known[oldest]:
             del self._known[oldest]
-        if not self._told:
-            self._told = True
+        if not self._reported:
+            self._reported = True
             progress("programs", _full(self._most), 0.0)
 
 

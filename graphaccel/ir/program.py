@@ -216,8 +216,9 @@ class StepProgram:
     input_places: leaf of the batch → batch placement of its gradient, where it needs one.
     random: whether any op draws random numbers. shared_draws: whether the prologue does, so that
       ranks have to draw alike.
-    resting: parameter → the splits under which it, its gradient and its optimizer state are stored,
-      in the order in which they are applied (tensor axis first, then data); replicated if none.
+    parameter_shards: parameter → the splits under which it, its gradient and its optimizer state
+      are stored, in the order in which they are applied (tensor axis first, then data); replicated
+      if none.
     partial: parameter → axes besides data over which its gradient is a partial sum when the
       backward returns it: `accumulate_gradients` reduces over them too.
     data: number of ranks that split the batch.
@@ -237,7 +238,7 @@ class StepProgram:
     output_places: Mapping[int, Any] = field(default_factory=dict)
     random: bool = False
     shared_draws: bool = False
-    resting: Mapping[str, tuple[Sharded, ...]] = field(default_factory=dict)
+    parameter_shards: Mapping[str, tuple[Sharded, ...]] = field(default_factory=dict)
     partial: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     input_places: Mapping[int, object] = field(default_factory=dict)
     data: int = 1
@@ -279,12 +280,12 @@ class StepProgram:
 
     def gradient_splits(self, name: str) -> tuple[Sharded, ...]:
         """The splits under which a parameter's gradient is returned."""
-        splits, owned = self.resting.get(name, ()), self.owned.get(name)
+        splits, owned = self.parameter_shards.get(name, ()), self.owned.get(name)
         return (*splits, owned.split) if owned is not None and owned.level == 2 else splits
 
     def state_splits(self, name: str) -> tuple[Sharded, ...]:
         """The splits under which its optimizer state is stored."""
-        splits, owned = self.resting.get(name, ()), self.owned.get(name)
+        splits, owned = self.parameter_shards.get(name, ()), self.owned.get(name)
         return (*splits, owned.split) if owned is not None and owned.level < 3 else splits
 
     @property

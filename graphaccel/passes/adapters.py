@@ -87,7 +87,7 @@ def run_shard_axes(c: Context) -> Context:
 
 def of_rank(c: Context, local: LocalStep, axes: LocalGraph) -> Context:
     """The context with the graph of one rank, and what ZeRO shards there."""
-    owned, unsharded = owned_shards(c.step, c.plan, axes.resting, c.fixed.ranks)
+    owned, unsharded = owned_shards(c.step, c.plan, axes.parameter_shards, c.fixed.ranks)
     return replace(c, local=local, axes=axes, owned=owned, unsharded=unsharded)
 
 

@@ -15,10 +15,10 @@ from graphaccel.sharding.rules.batch_placement import PARTIAL
 def assembled(context: Context) -> StepProgram:
     """The program that runs: one program a stage, and the facts that hold for all of them."""
     step, axes, programs = context.step, context.rank, context.programs
-    resting = dict(axes.resting)
+    parameter_shards = dict(axes.parameter_shards)
     for name, own in context.owned.items():
         if own.level == 3:
-            resting[name] = (*resting.get(name, ()), own.split)
+            parameter_shards[name] = (*parameter_shards.get(name, ()), own.split)
     prologue = context.part.prologue
     places = list(zip(step.outputs, context.part.output_places, strict=True))
     loss = [place == PARTIAL for spec, place in places if spec.kind == "loss"]
@@ -33,7 +33,7 @@ def assembled(context: Context) -> StepProgram:
         output_places={s.leaf: place for s, place in places if s.kind == "output"},
         random=context.random,
         shared_draws=prologue is not None and any(map(draws_by_shape, prologue.graph.graph.nodes)),
-        resting=resting,
+        parameter_shards=parameter_shards,
         partial=axes.partial,
         input_places={s.leaf: place for s, place in places if s.kind == "input_gradient"},
         data=context.plan.data,

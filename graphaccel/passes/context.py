@@ -29,7 +29,7 @@ class Fixed:
     the plan decides."""
 
     homes: Mapping[str, tuple[int, ...]] | None = None
-    resting: Mapping[str, tuple[Sharded, ...]] | None = None
+    parameter_shards: Mapping[str, tuple[Sharded, ...]] | None = None
     groups: tuple[tuple[str, ...], ...] | None = None
     ranks: int | None = None
 

@@ -171,7 +171,7 @@ def build(
     sizes: Sizes | None = None,
     homes: Mapping[str, tuple[int, ...]] | None = None,
     gradients: bool = True,
-    resting: Mapping[str, tuple[Sharded, ...]] | None = None,
+    parameter_shards: Mapping[str, tuple[Sharded, ...]] | None = None,
     groups: tuple[tuple[str, ...], ...] | None = None,
     ranks: int | None = None,
     ort: Tools | None = None,
@@ -180,15 +180,15 @@ def build(
 
     sizes: symbol sizes of the batch that will be passed, where they differ from the capture's.
     homes: stages of parameters that are already stored. gradients: False for a forward alone.
-    resting: how parameters are already sharded, where another program of theirs runs. groups: the
-    groups in which those sharded over data are stored. ranks: over which ZeRO shards, for an
-    evaluation, whose plan has no data axis. ort: what placing ONNX Runtime regions needs, where the
-    plan has some.
+    parameter_shards: how parameters are already sharded, where another program of theirs runs.
+    groups: the groups in which those sharded over data are stored. ranks: over which ZeRO shards,
+    for an evaluation, whose plan has no data axis. ort: what placing ONNX Runtime regions needs,
+    where the plan has some.
 
     Raises: BadPin (GA202), SplitRefused (GA207), TooManyStages (GA203).
     """
     run = Runner(plan, PIPELINE)
-    fixed = Fixed(homes, resting, groups, ranks)
+    fixed = Fixed(homes, parameter_shards, groups, ranks)
     context = run_replicated(run, Context(step, plan, sizes, gradients, fixed, ort))
     for name, content in region_models(context.programs).items():
         run.write(f"{name}.onnx", content)

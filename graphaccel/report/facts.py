@@ -137,7 +137,7 @@ class RecomputePrice:
 
 
 @dataclass(frozen=True)
-class Resting:
+class HeldParameter:
     """State that is sharded over one axis between steps. what: "parameters, gradients, optimizer
     state", "optimizer state", ... tensors: for how many parameters, out of `of`. holds: which, by
     the dim that is sharded, layer numbers folded."""
@@ -188,7 +188,7 @@ class Facts:
     explanation: Explanation | None = None
     measured: Measured | None = None
     traffic: tuple[Traffic, ...] = ()
-    resting: tuple[Resting, ...] = ()
+    held_parameters: tuple[HeldParameter, ...] = ()
     room: Room | None = None
     calibration: Calibration | None = None
     answers: tuple[Answer, ...] = ()
@@ -247,7 +247,7 @@ def gather(
         events=_events(plan, plan.prediction, profile, cluster),
         recompute=_recompute_price(plan, plan.prediction, profile, sized, cluster),
         traffic=traffic(profile, plan, cluster),
-        resting=() if program is None else _resting(plan, program),
+        held_parameters=() if program is None else _held_parameters(plan, program),
         room=room_of(plan.prediction.memory, cluster),
         calibration=calibration_of(cluster, plan.precision),
         reserve=reserve_of(cluster),
@@ -262,12 +262,12 @@ _LEVELS = {
 }
 
 
-def _resting(plan: Plan, program: StepProgram) -> tuple[Resting, ...]:
+def _held_parameters(plan: Plan, program: StepProgram) -> tuple[HeldParameter, ...]:
     """State that is sharded between steps, by axis and by which state of a parameter it is."""
     names = {n for stage in program.stages for n in stage.parameters}
     rows: dict[tuple[str, int], list[tuple[str, int]]] = defaultdict(list)
     for name in sorted(names):
-        for split in program.resting.get(name, ()):
+        for split in program.parameter_shards.get(name, ()):
             rows[split.axis, 3].append((name, split.dim))
         owned = program.owned.get(name)
         if owned is not None and owned.level < 3:
@@ -277,7 +277,7 @@ def _resting(plan: Plan, program: StepProgram) -> tuple[Resting, ...]:
         dims = sorted({dim for _, dim in held})
         by_dim = (f"dim {d}: {folded([n for n, dim in held if dim == d])}" for d in dims)
         results.append(
-            Resting(
+            HeldParameter(
                 axis, plan.ranks(axis), _LEVELS[level], len(held), len(names), "; ".join(by_dim)
             )
         )

@@ -116,7 +116,7 @@ def _decisions(facts: Facts) -> list[str]:
         lines += wrapped(f"neighbours on an axis: {_apart(plan)}")
     if plan.data > 1:
         lines.append(f"  {summed(plan)}")
-    for row in facts.resting:
+    for row in facts.held_parameters:
         lines += wrapped(
             f"over {row.axis} {row.size} rest the {row.what} of {row.tensors:,} of "
             f"{plural(row.of, 'tensor')}: {row.holds}"

@@ -161,7 +161,7 @@ class Session:
         """Initialise full parameters of this rank, of a model that was on the meta device."""
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             if parameter.is_meta:
-                value = self._resting(self.value_of(name, parameter))
+                value = self._stored_here(self.value_of(name, parameter))
                 built = nn.Parameter(value, requires_grad=parameter.requires_grad)
                 vars(built).update(vars(parameter))
                 torch.utils.swap_tensors(parameter, built)
@@ -174,7 +174,7 @@ class Session:
         assert self._initial is not None
         return self._initial.value(name).to(self.mesh.device)
 
-    def _resting(self, value: torch.Tensor) -> torch.Tensor:
+    def _stored_here(self, value: torch.Tensor) -> torch.Tensor:
         """A tensor that belongs to a parameter, moved to where parameters are stored."""
         device = self.mesh.device
         return on_host(value, device) if self.away else value.to(device)
@@ -193,24 +193,24 @@ class Session:
                 continue
             if not isinstance(parameter, ShardTensor):
                 here = parameter.data
-                there = self._resting(here)
+                there = self._stored_here(here)
                 if there is not here:
                     gradient, parameter.grad = parameter.grad, None
                     parameter.data = there
-                    parameter.grad = None if gradient is None else self._resting(gradient)
+                    parameter.grad = None if gradient is None else self._stored_here(gradient)
             state = {} if optimizer is None else optimizer.state.get(parameter, {})
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and (self.away or value.dim()):
-                    state[key] = self._resting(value)
+                    state[key] = self._stored_here(value)
 
     def _shard(self, program: StepProgram, optimizer: Any) -> None:
         """Move parameters that are stored sharded into the flat buffers of their groups."""
         own = dict(self.model.named_parameters(remove_duplicate=False))
-        self.groups, self.splits = program.groups, program.resting
+        self.groups, self.splits = program.groups, program.parameter_shards
         held = {n: p for n, p in own.items() if self.holds(n)}
         for name, parameter in held.items():
             for splits, layouts in (
-                (program.resting.get(name, ()), self.parameters),
+                (program.parameter_shards.get(name, ()), self.parameters),
                 (program.gradient_splits(name), self.gradients),
                 (program.state_splits(name), self.states),
             ):
@@ -231,7 +231,7 @@ class Session:
                         shards[name].copy_(layout.own(self.value_of(name, held[name])))
             for name, layout in self.parameters.items():
                 if name not in shards:
-                    shards[name] = self._resting(
+                    shards[name] = self._stored_here(
                         layout.own(self.value_of(name, held[name])).clone()
                     )
         done: set[int] = set()
@@ -441,8 +441,8 @@ def _shard_state(parameter: nn.Parameter, layout: Layout, optimizer: Any) -> Non
 
 def _all_axes(program: StepProgram, mesh: Mesh) -> set[str]:
     """The axes, joined by "+", that something in any stage is sharded over."""
-    names = {*program.resting, *program.owned}
+    names = {*program.parameter_shards, *program.owned}
     splits = [f(n) for n in names for f in (program.gradient_splits, program.state_splits)]
-    splits += [program.resting.get(n, ()) for n in names]
+    splits += [program.parameter_shards.get(n, ()) for n in names]
     sets = [{s.axis for s in match} for match in splits]
     return {mesh.joined(match) for match in sets if match}

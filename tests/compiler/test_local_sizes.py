@@ -11,7 +11,7 @@ from torch import nn
 from graphaccel.capture.batch import as_call, flatten_call
 from graphaccel.capture.stepgraph import capture
 from graphaccel.capture.symbols import BATCH
-from graphaccel.compiler.profile_graph import localised
+from graphaccel.compiler.profile_graph import sharded_graph
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.profile.cost import Sizes, step_flops
 
@@ -30,7 +30,7 @@ def test_no_width_is_taken_for_a_number_of_examples(widths: tuple[int, ...]) -> 
         batch = torch.zeros(8, widths[0])
     call = flatten_call(*as_call(batch))
     step = capture(nn.Sequential(*layers), call, lambda out: out.sum())
-    local = localised(step, Plan(2, batch=8, tensor=2)).step
+    local = sharded_graph(step, Plan(2, batch=8, tensor=2)).step
 
     def flops(examples: int) -> int:
         return Sizes({**local.sizes, BATCH: examples})(step_flops(local.graph.graph))

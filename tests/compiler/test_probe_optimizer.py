@@ -43,7 +43,7 @@ def test_it_is_what_a_step_takes(name: str) -> None:
         state = meter.current - start
         made = max(0, meter.peak - meter.current)
     assert state == pytest.approx(found.state * sum(sizes), rel=0.01, abs=64)
-    assert made == pytest.approx(found.stepping.needed(sum(sizes), sizes), rel=0.02, abs=64)
+    assert made == pytest.approx(found.step_memory.needed(sum(sizes), sizes), rel=0.02, abs=64)
     assert optimizer_bytes(optimizer) == found.state
 
 

@@ -15,14 +15,14 @@ from graphaccel.capture import stepgraph
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH, SEQUENCE, evaluate, take_sizes
 from graphaccel.compat.torch import pytree
-from graphaccel.compiler.profile_graph import localised
+from graphaccel.compiler.profile_graph import sharded_graph
 from graphaccel.ir.fakes import Fakes
 from graphaccel.passes.lower_precision import lower_precision
 from graphaccel.passes.microbatch.exact_microbatch import exact_microbatch
 from graphaccel.planner.placement.solve_axes import Request, solve_axes
 from graphaccel.planner.plan.base_plan import PRECISIONS
 from graphaccel.planner.plan.plan import Plan
-from graphaccel.sharding.apply.sharding_cache import Drafts
+from graphaccel.sharding.apply.sharding_cache import ShardingCache
 
 Captured = Callable[[str], StepGraph]
 aten = torch.ops.aten
@@ -53,14 +53,14 @@ LAYOUTS = ({"tensor": 2}, {"tensor": 2, "context": 2}, {"context": 2}, {"tensor"
 def test_a_draft_is_the_graph_that_would_run(
     captured: Captured, name: str, layouts: tuple[dict[str, int], ...]
 ) -> None:
-    step, drafts = captured(name), Drafts()
+    step, cache = captured(name), ShardingCache()
     part = exact_microbatch(step, Plan(1, batch=4), {**step.sizes, BATCH: 4}).graph
     for axes in layouts:
         plan = Plan(4, batch=4, sequence=False, **axes)
         real = solve_axes(part, step, Request(plan)).local
-        draft = solve_axes(part, step, Request(plan, drafts=drafts)).local
+        draft = solve_axes(part, step, Request(plan, cache=cache)).local
         assert told(draft.graph.graph) == told(real.graph.graph)
-        assert (draft.resting, draft.partial) == (real.resting, real.partial)
+        assert (draft.parameter_shards, draft.partial) == (real.parameter_shards, real.partial)
 
 
 def test_layouts_are_the_same_in_any_order(captured: Captured) -> None:
@@ -71,7 +71,7 @@ def test_layouts_are_the_same_in_any_order(captured: Captured) -> None:
         step = replace(captured("gpt"))
         made = {
             str(axes): told(
-                localised(step, Plan(4, batch=8, sequence=False, **axes)).step.graph.graph
+                sharded_graph(step, Plan(4, batch=8, sequence=False, **axes)).step.graph.graph
             )
             for axes in order
         }

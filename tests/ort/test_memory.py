@@ -144,8 +144,8 @@ def step_peak() -> tuple[int, int]:
     for _ in range(2):
         step()
         model.zero_grad()
-    resting = x.nbytes + sum(p.nbytes for p in model.parameters())
-    return rank.peak - rank.other, resting + peak_of(step)
+    held_bytes = x.nbytes + sum(p.nbytes for p in model.parameters())
+    return rank.peak - rank.other, held_bytes + peak_of(step)
 
 
 @pytest.mark.multiprocess

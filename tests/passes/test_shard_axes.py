@@ -86,7 +86,7 @@ def test_values() -> None:
     model, batch, _ = layer()
     loss, gradient = eager(model, batch)
     made = sharded(PLAN)
-    assert made.resting == {"proj.weight": (Sharded("tensor", 1),)}
+    assert made.parameter_shards == {"proj.weight": (Sharded("tensor", 1),)}
     (weight,) = (parameter.detach() for parameter in model.parameters())
     given = [[part.contiguous(), *batch.leaves] for part in weight.chunk(2, 1)]
     got = run_ranks(made.graph.graph, given, [{"tensor": 0}, {"tensor": 1}])

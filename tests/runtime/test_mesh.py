@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import fx
 
 from graphaccel.capture.stepgraph import StepGraph
-from graphaccel.compiler.profile_graph import localised
+from graphaccel.compiler.profile_graph import sharded_graph
 from graphaccel.errors import BadPin
 from graphaccel.planner.cluster.cluster import Cluster
 from graphaccel.planner.plan.axis_order import AXES, coordinates, number_of, stride
@@ -113,10 +113,10 @@ def test_pinned_axes_leave_the_rest_to_the_search(
     wanted = {"microbatches": 1, "recompute": "none", "pipeline": 1, "zero": 0} | pins
     step, cluster = captured("gpt"), made_up(4, 1 << 20)
 
-    def localise(plan: Plan) -> LocalGraph:
-        return localised(step, replace(plan, rates=rates_of(cluster, plan)))
+    def shard_graph(plan: Plan) -> LocalGraph:
+        return sharded_graph(step, replace(plan, rates=rates_of(cluster, plan)))
 
-    profiles = Layouts(Profile(step), localise)
+    profiles = Layouts(Profile(step), shard_graph)
     plan = search(step, cluster, pins=wanted, optimizer_bytes=8, profiles=profiles)
     assert plan_name(plan) == name
     assert prod(plan.mesh.values()) == 4

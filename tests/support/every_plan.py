@@ -217,7 +217,7 @@ def _found(problem: Problem, pins: Mapping[str, Any], mesh: Plan, plan: Plan) ->
         ).seconds
         for simulated in (True, False)
     )
-    memory = predict_memory(profile, plan, cluster, problem.optimizer_bytes, problem.stepping)
+    memory = predict_memory(profile, plan, cluster, problem.optimizer_bytes, problem.step_memory)
     more = 0.0 if _asked_for(pins, plan) else min(WORTH * played, RESOLVED)
     return Found(plan, mesh, played, closed, played + more, max(m.peak for m in memory))
 

@@ -13,7 +13,7 @@ from graphaccel.capture.batch import as_call, flatten_call
 from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.compiler.compiler import Compiler
 from graphaccel.compiler.model import Model, as_batch
-from graphaccel.compiler.profile_graph import localised
+from graphaccel.compiler.profile_graph import sharded_graph
 from graphaccel.compiler.program_memory import ProgramMemory
 from graphaccel.planner.cluster.cluster import Cluster, Device, Link
 from graphaccel.planner.profile.layout_profiles import Layouts, rates_of
@@ -109,5 +109,5 @@ def profiles(captured: Callable[[str], StepGraph], made_up: Callable[..., Cluste
     """Of the zoo's gpt and of its shards, made once."""
     step, where = captured("gpt"), made_up(4)
     return Layouts(
-        Profile(step), lambda plan: localised(step, replace(plan, rates=rates_of(where, plan)))
+        Profile(step), lambda plan: sharded_graph(step, replace(plan, rates=rates_of(where, plan)))
     )

@@ -146,7 +146,7 @@ class PoolRecorder:
         with watching:
             run()
         watching.note_freed()
-        assert not watching.flying, "a recording does not wait for collectives that it started"
+        assert not watching.in_flight, "a recording does not wait for collectives that it started"
         torch.random.set_rng_state(generator)  # recording draws nothing
         self.arena.restore(before)  # and computes nothing
         return recording
@@ -158,7 +158,7 @@ class _Watching(TorchDispatchMode):
     def __init__(self, recording: PoolRecording) -> None:
         super().__init__()
         self.recording, self.arena = recording, recording.arena
-        self.flying: set[int] = set()
+        self.in_flight: set[int] = set()
         self.note_freed()
 
     def note_freed(self) -> None:
@@ -173,7 +173,7 @@ class _Watching(TorchDispatchMode):
         self.note_freed()
         kwargs = kwargs or {}
         if func is _WAIT:
-            self.flying.discard(storage_key(args[0]))
+            self.in_flight.discard(storage_key(args[0]))
             return args[0]
         leaves, spec = pytree.tree_flatten((args, kwargs))
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -182,7 +182,7 @@ class _Watching(TorchDispatchMode):
         if written:
             # The device does nothing yet: only what a call returns is needed, and it is known.
             if _is_collective(func):
-                self.flying |= set(map(storage_key, written))
+                self.in_flight |= set(map(storage_key, written))
             elif all(self.arena.holds(t) for t in written):
                 func(*args, **kwargs)
             made = written[0] if len(written) == 1 else tuple(written)
@@ -201,7 +201,7 @@ class _Watching(TorchDispatchMode):
                 assert key not in moved, "two results in one new storage"
                 moved[key] = results[place] = self.arena.like(result)
                 if _is_collective(func):
-                    self.flying.add(storage_key(results[place]))
+                    self.in_flight.add(storage_key(results[place]))
                 else:
                     results[place].copy_(result)
                 fresh.append((place, self._address(results[place])))

@@ -133,7 +133,7 @@ class _Reducing:
         self.module, self.program, self.groups, self.owned = module, program, groups, owned
         self.ranks, self.first, self.last = plan.shards, *moment
         self.others = ("replicate",) if plan.num_replicas > 1 else ()
-        self.flying: list[fx.Node] = []
+        self.in_flight: list[fx.Node] = []
         self.single = plan.microbatches == 1
         self.whole = not self.single and plan.accumulation == "whole"
         self.graph = fx.Graph()
@@ -296,15 +296,15 @@ class _Reducing:
                 args = (here, 0, start, length)
                 value = self._value(aten.narrow.default, here.meta["val"], *args[1:])
                 piece = self._call(before, aten.narrow.default, args, value)
-                self.flying.append(
+                self.in_flight.append(
                     self._call(before, c10d.all_reduce_.default, (piece, "sum", axes), value)
                 )
 
     def _land(self, before: fx.Node) -> None:
         """Wait for the all-reduces in flight."""
-        for node in self.flying:
+        for node in self.in_flight:
             self._call(before, c10d.wait_tensor.default, (node,), node.meta["val"])
-        self.flying = []
+        self.in_flight = []
 
     def _after(self, node: fx.Node) -> fx.Node:
         """The node before which to insert so as to come after `node`, and after all inputs."""

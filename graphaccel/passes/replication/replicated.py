@@ -68,7 +68,7 @@ def run_replicated(run: Runner, context: Context) -> Context:
 def _without_equal(run: Runner, context: Context) -> tuple[Context, Mapping[int, EqualStage]]:
     """The context without stages that equal another one up to names, and those stages."""
     outlines, values = context.outlined, context.values
-    known = context.owned, context.rank.partial, context.rank.resting
+    known = context.owned, context.rank.partial, context.rank.parameter_shards
 
     def described(name: str) -> object:
         value = values.get(name)
@@ -88,7 +88,7 @@ def _one_rank(run: Runner, context: Context) -> Context:
     pins nothing for single layers."""
     step = context.step
     even = step.even(dict(context.plan.placements))
-    if step.repeats is not None and context.fixed.resting is None and even:
+    if step.repeats is not None and context.fixed.parameter_shards is None and even:
         try:
             return _repeated(run, context, _few_sharded(run, context))
         except (NotRepeated, GraphAccelError) as reason:  # then all layers are sharded
@@ -136,8 +136,8 @@ def _repeated(
     run.dump("repeat_layers", whole.graph)
     local, axes = few[0]
     places = tuple(local.output_places[i] for i in whole.outputs)
-    resting, partial = whole.spread(axes.resting), whole.spread(axes.partial)
-    local_graph = LocalGraph(whole.graph, resting, partial)
+    parameter_shards, partial = whole.spread(axes.parameter_shards), whole.spread(axes.partial)
+    local_graph = LocalGraph(whole.graph, parameter_shards, partial)
     return of_rank(context, replace(local, output_places=places), local_graph)
 
 
@@ -183,15 +183,18 @@ def _of_count(run: Runner, context: Context, rows: Sequence[Run], count: Sequenc
 
 def _spread_known(context: Context, rows: Sequence[Run], few: Context) -> Context:
     """Facts about the parameters and outputs of few layers, extended to all of them."""
-    resting, partial = _spread(rows, few.rank.resting), _spread(rows, few.rank.partial)
-    owned, unsharded = owned_shards(context.step, context.plan, resting)
+    parameter_shards, partial = (
+        _spread(rows, few.rank.parameter_shards),
+        _spread(rows, few.rank.partial),
+    )
+    owned, unsharded = owned_shards(context.step, context.plan, parameter_shards)
     places = _places(context.step, few.step, rows, few.part)
     return replace(
         few,
         step=context.step,
         plan=context.plan,
         local=replace(few.part, output_places=places),
-        axes=replace(few.rank, resting=resting, partial=partial),
+        axes=replace(few.rank, parameter_shards=parameter_shards, partial=partial),
         shared=_spread(rows, few.shared),
         owned=owned,
         unsharded=unsharded,

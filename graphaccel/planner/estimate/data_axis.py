@@ -24,7 +24,7 @@ from graphaccel.planner.estimate.stage_costs import StageCost, held_parameters
 from graphaccel.planner.estimate.stage_messages import device_number
 from graphaccel.planner.estimate.zero_shards import kept_bytes, kept_whole
 from graphaccel.planner.plan.plan import Plan
-from graphaccel.planner.profile.axis_collectives import wires_of
+from graphaccel.planner.profile.axis_collectives import collective_costs_of
 from graphaccel.planner.profile.profile import Profile
 
 
@@ -171,7 +171,7 @@ def bucket_seconds(
     if size <= 0:
         return 0.0, 0.0
     if plan.zero < 2 or plan.data == 1:
-        return 0.0, wires_of(cluster, plan).all_reduce(size, ("data", *axes))
+        return 0.0, collective_costs_of(cluster, plan).all_reduce(size, ("data", *axes))
     seconds = reduce_scatter_seconds(cluster, size, plan.shards, plan.stride("data"))
     return seconds, shards_seconds(cluster, size / plan.shards, axes, plan)
 
@@ -179,8 +179,10 @@ def bucket_seconds(
 def shards_seconds(cluster: Cluster, size: float, axes: tuple[str, ...], plan: Plan) -> float:
     """Seconds to all-reduce shards of `size` bytes of gradients over their replicas and `axes`: one
     all-reduce over both, which takes no longer than one after the other."""
-    wires = wires_of(cluster, plan)
-    return wires.all_reduce(size, ("replicate",)) + wires.all_reduce(size, axes)
+    collective_costs = collective_costs_of(cluster, plan)
+    return collective_costs.all_reduce(size, ("replicate",)) + collective_costs.all_reduce(
+        size, axes
+    )
 
 
 def _shared_bytes(profile: Profile, costs: Sequence[StageCost]) -> list[int]:

@@ -163,11 +163,11 @@ def predict(
     plan: Plan,
     cluster: Cluster,
     optimizer_bytes: int,
-    stepping: OptimizerMemory = NOTHING,
+    step_memory: OptimizerMemory = NOTHING,
     *,
     simulated: bool = True,
 ) -> Plan:
     """`plan` with its prediction: seconds and memory."""
     seconds = predict_seconds(profile, plan, cluster, optimizer_bytes, simulated=simulated)
-    memory = predict_memory(profile, plan, cluster, optimizer_bytes, stepping)
+    memory = predict_memory(profile, plan, cluster, optimizer_bytes, step_memory)
     return replace(plan, prediction=replace(seconds, memory=memory))

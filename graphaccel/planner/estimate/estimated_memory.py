@@ -46,16 +46,18 @@ def predict_memory(
     plan: Plan,
     cluster: Cluster,
     optimizer_bytes: int,
-    stepping: OptimizerMemory = NOTHING,
+    step_memory: OptimizerMemory = NOTHING,
 ) -> tuple[StageMemory, ...]:
     """Peak bytes of each pipeline rank, by category.
 
     optimizer_bytes: bytes of optimizer state for each 4-byte trained parameter (8 for AdamW, 0 for
-    none). stepping: temporary memory of its step.
+    none). step_memory: temporary memory of its step.
     """
     sized = sized_for(profile, plan, cluster)
     costs = stage_costs(profile, sized, plan.with_recomputed({}), cluster.device.launch_seconds)
-    return _Estimate(profile, sized, tuple(costs), plan, cluster, optimizer_bytes, stepping).ranks()
+    return _Estimate(
+        profile, sized, tuple(costs), plan, cluster, optimizer_bytes, step_memory
+    ).ranks()
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class _Estimate:
     plan: Plan
     cluster: Cluster
     optimizer_bytes: int
-    stepping: OptimizerMemory
+    step_memory: OptimizerMemory
 
     def ranks(self) -> tuple[StageMemory, ...]:
         profile, sized, costs, plan = self.profile, self.sized, self.costs, self.plan
@@ -162,16 +164,16 @@ class _Estimate:
         if plan.zero:
             shard = share_bytes(held.trained, kept.trained, kept.padding_trained, plan)
         optimizer, host = placed_optimizer(shard * self.optimizer_bytes // 4, shard, plan.offload)
-        resting, below = self._parameters(held, kept, shard)
+        held_bytes, below = self._parameters(held, kept, shard)
         host += top.offloaded + below
         gradient = self._gradient(held, kept, top)
-        parameter, activation, temporary = resting + once, top.activation, top.temporary
+        parameter, activation, temporary = held_bytes + once, top.activation, top.temporary
         at = self._stage_peaks.at(self.profile, top.stage)
         tensors = parameter + gradient + optimizer + activation + temporary
         last = shard if plan.zero >= 2 else held.trained
         step = self._step(held, kept, shard)
-        if resting + last + optimizer + self._batch + step > tensors:
-            parameter, gradient, activation = resting, last, self._batch
+        if held_bytes + last + optimizer + self._batch + step > tensors:
+            parameter, gradient, activation = held_bytes, last, self._batch
             temporary, at = step, STEP
             tensors = parameter + gradient + optimizer + activation + temporary
         other = self.cluster.context_bytes + int(self.cluster.fragmentation * tensors)
@@ -208,7 +210,7 @@ class _Estimate:
         apart = [gathered] if plan.zero < 3 else []
         sizes, fused = [held.largest // share] * 2, bool(plan.fusions)
         padded = kept.padded_trained // share if plan.zero < 3 else 0
-        return step_bytes(plan, self.stepping, shard, sizes, apart, fused, padded)
+        return step_bytes(plan, self.step_memory, shard, sizes, apart, fused, padded)
 
 
 def in_parts(profile: Profile, sized: SizedProfile, plan: Plan) -> np.ndarray:
@@ -245,7 +247,7 @@ def _of_ranks(profile: Profile, costs: Sequence[StageCost], ranks: int) -> tuple
     for rank in range(ranks):
         held = held_parameters(profile, _spans(costs[rank::ranks]))
         trained = sum(p.bytes for p in held if p.trainable)
-        buffers = sum(p.bytes for p in held if p.name not in profile.resting)
+        buffers = sum(p.bytes for p in held if p.name not in profile.parameter_names)
         largest = max((p.bytes for p in held if p.trainable), default=0)
         results.append(_Held(sum(p.bytes for p in held), trained, buffers, largest))
     return tuple(results)
@@ -282,7 +284,7 @@ def _held_by_one(
         p.bytes
         for work in costs
         for p in held_parameters(profile, [(work.first, work.end)])
-        if p.name in profile.resting and p.name not in kept_whole(profile, plan)
+        if p.name in profile.parameter_names and p.name not in kept_whole(profile, plan)
     )
     return total // 2 if plan.gathers_low else total
 

@@ -38,7 +38,7 @@ NOTHING = OptimizerMemory()
 
 def step_bytes(
     plan: Plan,
-    stepping: OptimizerMemory,
+    step_memory: OptimizerMemory,
     stepped: int,
     sizes: Sequence[int],
     whole: Sequence[int],
@@ -50,7 +50,7 @@ def step_bytes(
     fused: the step is graphaccel's own (`runtime.parameters.optimizer_step`). padded: of padded
     shards of replicated parameters, which are then copies."""
     on_host = "optimizer" in plan.offload
-    built = 0 if fused or on_host else stepping.needed(stepped, sizes)
+    built = 0 if fused or on_host else step_memory.needed(stepped, sizes)
     copies = 0 if on_host else padded
     return copies + max(built, _gathered(whole, plan.bucket_bytes))
 

@@ -84,7 +84,7 @@ def _read(profile: Profile, span: tuple[int, int]) -> list[Use]:
     return [
         Use(at - first, at - first, names[block] if block >= 0 else "", p.name, p.bytes)
         for p in map(profile.parameters.__getitem__, profile.read([span]))
-        if p.name in profile.resting
+        if p.name in profile.parameter_names
         for at, block in ((at, int(profile.block_at[at])) for at in p.positions)
         if first <= at < end
     ]

@@ -12,7 +12,7 @@ import numpy as np
 
 from graphaccel.planner.cluster.cluster import Cluster
 from graphaccel.planner.plan.plan import Plan
-from graphaccel.planner.profile.axis_collectives import wires_of
+from graphaccel.planner.profile.axis_collectives import collective_costs_of
 from graphaccel.planner.profile.candidate_cuts import stage_positions
 from graphaccel.planner.profile.efficiency import computing
 from graphaccel.planner.profile.microbatch_profile import SizedProfile
@@ -27,9 +27,9 @@ _NUMBERED = 1 << 62  # range of one integer
 
 def sized_for(profile: Profile, plan: Plan, cluster: Cluster) -> SizedProfile:
     """The profile at the plan's microbatch size, on the plan's mesh."""
-    wires = wires_of(cluster, plan) if plan.model_parallel_size > 1 else None
+    collective_costs = collective_costs_of(cluster, plan) if plan.model_parallel_size > 1 else None
     device = computing(cluster.device, plan.precision)
-    return profile.sized(plan.microbatch_size, device, wires, plan.loss_chunk)
+    return profile.sized(plan.microbatch_size, device, collective_costs, plan.loss_chunk)
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ def stage_peaks(
     forward, backward = _passing(sized, plan, accumulated[stage])
     if recomputation.rows.any():
         groups = sized.analyses.cached(plan.cuts, _blocks, profile, stage)
-        backward = backward + _remade(_coming(profile, sized, recomputation, stage), *groups)
+        backward = backward + _recomputed(_coming(profile, sized, recomputation, stage), *groups)
     forward, backward = _with_copies(profile, costs, plan, offloaded, (forward, backward))
     gradient = np.array([work.gradient for work in costs])
     request = plan.cuts, bytes_in_flight_key(plan)
@@ -183,7 +183,7 @@ def _coming(
     return result.astype(np.int64)
 
 
-def _remade(
+def _recomputed(
     recomputed: np.ndarray, places: np.ndarray, group: np.ndarray, start: np.ndarray
 ) -> np.ndarray:
     """Running sums of the bytes of recomputed values within each block of each stage."""

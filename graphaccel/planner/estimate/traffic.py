@@ -29,7 +29,7 @@ from graphaccel.planner.estimate.stage_costs import (
 )
 from graphaccel.planner.estimate.stage_messages import device_number, gathered_bytes, message_bytes
 from graphaccel.planner.plan.plan import Plan
-from graphaccel.planner.profile.axis_collectives import KINDS, sent_bytes, wires_of
+from graphaccel.planner.profile.axis_collectives import KINDS, collective_costs_of, sent_bytes
 from graphaccel.planner.profile.cost import Sizes
 from graphaccel.planner.profile.microbatch_profile import SizedProfile
 from graphaccel.planner.profile.profile import Profile
@@ -53,7 +53,7 @@ def traffic(profile: Profile, plan: Plan, cluster: Cluster) -> tuple[Traffic, ..
     """What a device sends in a step of `plan`, the innermost axis first."""
     sized = sized_for(profile, plan, cluster)
     costs = stage_costs(profile, sized, plan, cluster.device.launch_seconds)
-    wires = wires_of(cluster, plan)
+    collective_costs = collective_costs_of(cluster, plan)
     step = profile.step
     sizes = Sizes({**step.sizes, **({BATCH: plan.microbatch_size} if BATCH in step.sizes else {})})
     results: dict[tuple[str, str], list[np.ndarray]] = defaultdict(list)
@@ -62,7 +62,7 @@ def traffic(profile: Profile, plan: Plan, cluster: Cluster) -> tuple[Traffic, ..
         if node.target in KINDS:
             row = np.zeros((plan.pipeline, 3))
             rank = int(np.searchsorted(ends, place, side="right")) % plan.pipeline
-            one = 1, sent_bytes(node, sizes), wires.seconds(node, sizes)
+            one = 1, sent_bytes(node, sizes), collective_costs.seconds(node, sizes)
             row[rank] = np.array(one) * plan.microbatches
             results[str(node.args[-1]), KINDS[node.target]].append(row)
     for stage, work in enumerate(costs):
@@ -92,7 +92,7 @@ def _over_data(
     profile: Profile, work: StageCost, plan: Plan, cluster: Cluster
 ) -> list[tuple[str, str, int, float, float]]:
     """Gradients and parameters of one stage: (axes, kind, calls, bytes, seconds)."""
-    wires, result = wires_of(cluster, plan), []
+    collective_costs, result = collective_costs_of(cluster, plan), []
     width = 2 if plan.precision.reduce in ("bfloat16", "float16") else 4
     times = plan.microbatches if plan.zero >= 2 and plan.accumulation == "shards" else 1
     sizes = {axes: held * width / 4 for axes, held in work.summed.items() if held > 0}
@@ -108,7 +108,7 @@ def _over_data(
             one = shards_seconds(cluster, size / calls, axes, plan)
         else:
             inner = (*(("data",) if plan.data > 1 else ()), *axes)
-            one = wires.all_reduce(size / calls, inner)
+            one = collective_costs.all_reduce(size / calls, inner)
         if inner:
             result.append(("+".join(inner), "all-reduce", calls, size, calls * one))
     if plan.zero and plan.data > 1:

@@ -93,12 +93,12 @@ def _regions(profile: Profile, plan: Plan, span: tuple[int, int]) -> list[_Regio
     first, end = span
     kept, padding = kept_whole(profile, plan), padding_bytes(profile, plan)
 
-    def lying(p: Parameter) -> Parameter:
+    def padded(p: Parameter) -> Parameter:
         return replace(p, bytes=p.bytes + padding[p.name]) if p.name in padding else p
 
-    inside = [(lying(p), [at - first for at in p.positions if first <= at < end])
+    inside = [(padded(p), [at - first for at in p.positions if first <= at < end])
               for p in map(profile.parameters.__getitem__, profile.read([span]))
-              if p.name in profile.resting and p.name not in kept]  # fmt: skip
+              if p.name in profile.parameter_names and p.name not in kept]  # fmt: skip
     used = [(p, places) for p, places in inside if places]
     return _blocks(profile, plan, first, used) if plan.zero == 3 else _buckets(plan, used)
 

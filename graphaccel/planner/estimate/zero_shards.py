@@ -110,6 +110,6 @@ def _shapes(profile: Profile) -> dict[tuple[int, ...], dict[str, int]]:
     """The names of the parameters of each shape, with their bytes."""
     results: dict[tuple[int, ...], dict[str, int]] = defaultdict(dict)
     for parameter in profile.parameters:
-        if parameter.name in profile.resting:
+        if parameter.name in profile.parameter_names:
             results[parameter.shape][parameter.name] = parameter.bytes
     return dict(results)

@@ -64,15 +64,15 @@ def why_not(
     problem = _problem(record)
     said = ", ".join(f"{name}={_value_text(value)}" for name, value in asked.items())
     given = {**record.given, **asked}
-    remade = [name for name in _OF_THE_GRAPH if name in asked]
+    other_graph = [name for name in _OF_THE_GRAPH if name in asked]
     kernels = makes_kernels(given.get("compile"), problem.cluster.device.type)
     if "compile" in asked and kernels != makes_kernels(plan.compile, problem.cluster.device.type):
-        remade.append("compile")  # the profile has the seconds of its kernels, or of none
-    if remade and replan is None:
-        names = " and ".join(remade)
+        other_graph.append("compile")  # the profile has the seconds of its kernels, or of none
+    if other_graph and replan is None:
+        names = " and ".join(other_graph)
         return Answer(said, "can not be", f"graphs are made for {names}: plan anew with it pinned")
     try:
-        if remade and replan is not None:
+        if other_graph and replan is not None:
             return _against(record, plan, asked, replan(given), _cluster(record))
         pins = _pins(record, problem, given)
         outcome = solve_as_needed(problem, pins, record.batch)

@@ -69,18 +69,18 @@ def rank_memory(
     run.start(resident.batch)
     for doing in walk(schedule[rank]):
         run.do(doing.verb, doing.action)
-    lying, below = _lying(own, resident)
-    phases = phases_of(own, resident, run.seen(lying, optimizer))
+    held, below = _held_bytes(own, resident)
+    phases = phases_of(own, resident, run.seen(held, optimizer))
     most, peak, at = run.count.at_peak, phases.later, run.count.where
     if phases.step > peak:
         peak, at, most = phases.step, STEP, dict(run.count.live)
         most["temporary"] = most.get("temporary", 0) + run.optimizer_temporary(resident)
     if phases.load > peak:
         peak, at, optimizer = phases.load, LOAD, 0
-        most = {"activation": resident.batch, "temporary": phases.load - lying - resident.batch}
+        most = {"activation": resident.batch, "temporary": phases.load - held - resident.batch}
     return StageMemory(
         rank=rank,
-        parameter=lying + most.get("parameter", 0),
+        parameter=held + most.get("parameter", 0),
         gradient=most.get("gradient", 0),
         optimizer=optimizer,
         activation=most.get("activation", 0),
@@ -93,14 +93,14 @@ def rank_memory(
     )
 
 
-def _lying(own: Sequence[StageProgram], resident: Resident) -> tuple[int, int]:
+def _held_bytes(own: Sequence[StageProgram], resident: Resident) -> tuple[int, int]:
     """Bytes of parameters and buffers as the rank holds them, each counted once: on the device, and
     on the host without those that the optimizer has there."""
     parameters = {n for p in own for n in p.parameters}
     buffers = {n for p in own for n in p.buffers}
-    resting = {n: resident.parameters[n] for n in parameters}
-    trained = sum(size for n, size in resting.items() if n in resident.states)
-    here, below = placed_parameters(sum(resting.values()), trained, resident.offload)
+    held_bytes = {n: resident.parameters[n] for n in parameters}
+    trained = sum(size for n, size in held_bytes.items() if n in resident.states)
+    here, below = placed_parameters(sum(held_bytes.values()), trained, resident.offload)
     return here + sum(resident.buffers[n] for n in buffers), below
 
 
@@ -142,12 +142,16 @@ def rank_curve(
     count = resident.counted(chosen, pieces)
     run = _Run(program, own, schedule[rank], count)
     run.start(resident.batch)
-    lying = {"parameter": _lying(own, resident)[0], "optimizer": whole.optimizer, "other": other}
+    held = {
+        "parameter": _held_bytes(own, resident)[0],
+        "optimizer": whole.optimizer,
+        "other": other,
+    }
     kinds = ("parameter", "optimizer", "other", "gradient", "activation", "temporary")
     samples: list[Sample] = []
 
     def snapshot(when: float, live: Mapping[str, int], at: str) -> Sample:
-        return Sample(when, {k: lying.get(k, 0) + live.get(k, 0) for k in kinds}, at)
+        return Sample(when, {k: held.get(k, 0) + live.get(k, 0) for k in kinds}, at)
 
     live = run.count.live
     samples.append(snapshot(0.0, live, "start of the step"))
@@ -219,11 +223,11 @@ class _Run:
         for storage in self.held[stage.stage]:
             self.count.recount(storage, "parameter")
 
-    def seen(self, lying: int, optimizer: int) -> Seen:
-        """The results of a walk through the step. lying, optimizer: bytes that the rank holds
+    def seen(self, held: int, optimizer: int) -> Seen:
+        """The results of a walk through the step. held, optimizer: bytes that the rank holds
         throughout."""
         most, count = self.most, self.count
-        return Seen(lying, optimizer, most["forward"], most["backward"], count.peak, count.total)
+        return Seen(held, optimizer, most["forward"], most["backward"], count.peak, count.total)
 
     def optimizer_temporary(self, resident: Resident) -> int:
         """Temporary bytes of the optimizer's step."""

@@ -30,11 +30,11 @@ LOAD, STEP = "loading the model", "the optimizer's step"
 
 @dataclass(frozen=True)
 class Seen:
-    """Bytes counted in a walk through a rank's step. lying, optimizer: parameters and optimizer
+    """Bytes counted in a walk through a rank's step. held, optimizer: parameters and optimizer
     state that the rank holds throughout. forward, backward, peak: the peak of everything else, in
     each and in both; left: the part of it that is still held when the optimizer steps."""
 
-    lying: int
+    held: int
     optimizer: int
     forward: int
     backward: int
@@ -48,18 +48,18 @@ def phases_of(own: Sequence[StageProgram], resident: Resident, seen: Seen) -> Ph
     rest, whole = resident.parameters, {**resident.parameters, **resident.whole}
     shared = [n for n in names if rest[n] < whole[n]]
     largest = max((whole[n] for n in shared), default=0)
-    here = seen.lying + sum(whole[n] - rest[n] for n in names)
+    here = seen.held + sum(whole[n] - rest[n] for n in names)
     biggest = max(whole.values(), default=0)
     sent = biggest if here < resident.built else 0  # parameters of another pipeline rank
-    kept = seen.lying + seen.optimizer + seen.left
+    kept = seen.held + seen.optimizer + seen.left
     given = 0 if resident.exchanged else resident.built
     return Phases(
-        load=seen.lying + largest + resident.batch,
+        load=seen.held + largest + resident.batch,
         load_built=max(resident.built, here + sum(rest[n] for n in shared)) + resident.batch,
-        forward=seen.lying + seen.forward,
-        backward=seen.lying + seen.backward,
+        forward=seen.held + seen.forward,
+        backward=seen.held + seen.backward,
         step=kept + resident.step(names),
-        later=seen.lying + seen.optimizer + seen.peak,
+        later=seen.held + seen.optimizer + seen.peak,
         save=kept,
         save_whole=kept + max(2 * largest, sent) + resident.built - given,
         host_load=0 if resident.exchanged else biggest,

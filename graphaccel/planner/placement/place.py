@@ -32,14 +32,13 @@ class Placing:
     """What is placed.
 
     step: in the plan's precision and with its fusions. part: step → its graph of one microbatch.
-    resting: how parameters are already sharded. all_layers: whether a step that was captured with
-    few layers is solved with all of them.
-    """
+    parameter_shards: how parameters are already sharded. all_layers: whether a step that was
+    captured with few layers is solved with all of them."""
 
     step: StepGraph
     plan: Plan
     part: Callable[[StepGraph], fx.GraphModule]
-    resting: Mapping[str, tuple[Sharded, ...]] | None = None
+    parameter_shards: Mapping[str, tuple[Sharded, ...]] | None = None
     all_layers: bool = False
 
 
@@ -74,13 +73,13 @@ def check_placements(placing: Placing, path: str) -> None:
 def _over_steps(placing: Placing, given: Stated | None) -> Stated:
     """Solve, or check, with few layers where the step was captured so, else with all."""
     step, plan = placing.step, placing.plan
-    few = step.repeats is not None and placing.resting is None and not placing.all_layers
+    few = step.repeats is not None and placing.parameter_shards is None and not placing.all_layers
     if few and step.even(dict(plan.placements)):
         try:
             return _few(placing, given)
         except (NotRepeated, GraphAccelError) as reason:
             log.info("all layers are placed: %s", reason)
-    request = Request(plan, placing.resting, given=given, applied=False)
+    request = Request(plan, placing.parameter_shards, given=given, applied=False)
     solved = solve_axes(placing.part(step), step, request)
     return _stated(step, solved)
 

@@ -20,7 +20,7 @@ from graphaccel.ir.replication.layers import KEPT, Run, among
 from graphaccel.planner.plan.axis_placements import AxisPlacements, by_name
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.sharding.apply.local_graph import AXES, LocalGraph, mark_replicated, over_axis
-from graphaccel.sharding.apply.sharding_cache import Drafts
+from graphaccel.sharding.apply.sharding_cache import ShardingCache
 from graphaccel.sharding.placement_names import read
 from graphaccel.sharding.rules.batch_placement import REPLICATED
 from graphaccel.sharding.rules.shard import Placement, shard_of
@@ -65,17 +65,16 @@ class Transfer:
 class Request:
     """What a graph is solved for.
 
-    resting: how parameters are already sharded (programs for other batches, evaluation). counted:
-    which costs count; without it the graph is of one microbatch. given: axis → placements to check
-    instead of solving. drafts: for a graph that is measured and not run, the cache shared between
-    such graphs. applied: whether the last axis is applied too.
-    """
+    parameter_shards: how parameters are already sharded (programs for other batches, evaluation).
+    counted: which costs count; without it the graph is of one microbatch. given: axis → placements
+    to check instead of solving. cache: for a graph that is measured and not run, the cache shared
+    between such graphs. applied: whether the last axis is applied too."""
 
     plan: Plan
-    resting: Mapping[str, tuple[Sharded, ...]] | None = None
+    parameter_shards: Mapping[str, tuple[Sharded, ...]] | None = None
     counted: Counted | None = None
     given: Mapping[str, AxisPlacements] | None = None
-    drafts: Drafts | None = None
+    cache: ShardingCache | None = None
     applied: bool = True
 
     @property
@@ -111,19 +110,19 @@ def solve_axes(
     Raises BadPin (GA202) for pins or given placements that the graph does not allow, NotPlaced for
     given ones that leave out a call.
     """
-    plan, drafts = request.plan, request.drafts
+    plan, cache = request.plan, request.cache
     result = SolvedGraph(LocalGraph(graph))
     pins = plan.placements, plan.sequence, plan.outputs, plan.context_by, plan.tensor_over_heads
     asked: tuple[object, ...] = (graph, *pins, request.costs)
     axes = [axis for axis in AXES if plan.ranks(axis) > 1]
     for axis in axes:
         asked = (*asked, axis, plan.ranks(axis), dict(plan.rates).get(axis))
-        known = None if drafts is None else drafts.first.get(asked)
+        known = None if cache is None else cache.first.get(asked)
         if known is None:
             applied = request.applied or axis != axes[-1]
             known = _over(axis, result, step, request, transfer, applied)
-            if drafts is not None and axis == AXES[0]:  # others may be derived from it
-                drafts.first[asked] = known
+            if cache is not None and axis == AXES[0]:  # others may be derived from it
+                cache.first[asked] = known
         result = known
     if plan.tensor > 1 and request.applied:
         mark_replicated(result.local, step.inputs)
@@ -139,7 +138,7 @@ def _over(
     applied: bool,
 ) -> SolvedGraph:
     """Solve one more axis, and shard the graph over it."""
-    local, plan, drafts = before.local, request.plan, request.drafts
+    local, plan, cache = before.local, request.plan, request.cache
     graph, placements = local.graph.graph, None
     if transfer is not None and axis in transfer.solved.placed:
         other, known = transfer.solved.placed[axis]
@@ -150,7 +149,7 @@ def _over(
     if applied:
         local = over_axis(
             local, step, placements, axis=axis, ranks=plan.ranks(axis),
-            keep_outputs=plan.outputs == "all", fakes=None if drafts is None else drafts.fakes,
+            keep_outputs=plan.outputs == "all", fakes=None if cache is None else cache.fakes,
         )  # fmt: skip
     return SolvedGraph(local, {**before.placed, axis: (graph, placements)})
 
@@ -158,7 +157,7 @@ def _over(
 def _placements(axis: str, graph: fx.Graph, step: StepGraph, request: Request) -> Placements:
     """The cheapest placements on an axis, or the given ones if they are possible."""
     plan = request.plan
-    pins = _pins(step, graph, plan, axis, request.resting)
+    pins = _pins(step, graph, plan, axis, request.parameter_shards)
     rates = next((Rates(*values) for name, values in plan.rates if name == axis), _REFERENCE)
     options = {
         "axis": axis, "ranks": plan.ranks(axis), "rates": rates, "pins": pins,
@@ -183,12 +182,12 @@ def _pins(
     graph: fx.Graph,
     plan: Plan,
     axis: str,
-    resting: Mapping[str, tuple[Sharded, ...]] | None,
+    parameter_shards: Mapping[str, tuple[Sharded, ...]] | None,
 ) -> dict[str, Placement]:
     """Placements that are fixed: by the user, or because parameters are already stored so."""
-    if resting is not None:
+    if parameter_shards is not None:
         names = [spec.name for spec in step.inputs if spec.kind == "parameter"]
-        splits = {name: resting.get(name, ()) for name in names}
+        splits = {name: parameter_shards.get(name, ()) for name in names}
     else:
         splits = dict(plan.placements)
     placeholders = zip(graph.find_nodes(op="placeholder"), step.inputs, strict=False)

@@ -51,13 +51,13 @@ def placed_optimizer(state: int, trained: int, offload: Sequence[str]) -> tuple[
     return (0, state + 2 * trained) if "optimizer" in offload else (state, 0)
 
 
-def placed_parameters(resting: int, trained: int, offload: Sequence[str]) -> tuple[int, int]:
+def placed_parameters(held_bytes: int, trained: int, offload: Sequence[str]) -> tuple[int, int]:
     """Bytes of parameters held on the device and on the host.
 
-    resting: bytes of all parameters on this rank; trained: bytes of the trained ones among them,
+    held_bytes: bytes of all parameters on this rank; trained: bytes of the trained ones among them,
     which `placed_optimizer` already counts on the host.
     """
-    return (0, resting - trained) if "parameters" in offload else (resting, 0)
+    return (0, held_bytes - trained) if "parameters" in offload else (held_bytes, 0)
 
 
 def device_state(optimizer_bytes: int, offload: Sequence[str]) -> int:

@@ -25,13 +25,13 @@ from graphaccel.sharding.rules.shard import LEAST_WIDTH
 def owned_shards(
     step: StepGraph,
     plan: Plan,
-    resting: Mapping[str, tuple[Sharded, ...]],
+    parameter_shards: Mapping[str, tuple[Sharded, ...]],
     ranks: int | None = None,
 ) -> tuple[dict[str, Owned], dict[str, str]]:
     """(parameter → its ZeRO level and shard, parameter → why it is not sharded).
 
-    resting: splits over other axes, applied before. ranks: the number of ranks over which ZeRO
-    shards, where the plan is of an evaluation, which has no data axis.
+    parameter_shards: splits over other axes, applied before. ranks: the number of ranks over which
+    ZeRO shards, where the plan is of an evaluation, which has no data axis.
 
     Raises: BadPin (GA202) for a pinned dim that the axis neither divides nor can be padded for.
     """
@@ -49,7 +49,7 @@ def owned_shards(
         level = 3 if asked else 0 if pinned.get(name) == () else plan.zero
         if level == 0 or (level < 3 and name not in step.trainable):
             continue
-        splits = resting.get(name, ())
+        splits = parameter_shards.get(name, ())
         if asked:
             _check(name, value.shape, splits, asked[0], plan, ranks)
             owned[name] = Owned(level, replace(asked[0], axis=plan.shard_axis))

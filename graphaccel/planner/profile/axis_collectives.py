@@ -49,7 +49,7 @@ def is_kept(node: fx.Node) -> bool:
 
 
 @dataclass(frozen=True)
-class Wires:
+class CollectiveCosts:
     """The axes of a mesh on a cluster's links: (axis, devices, stride) of the axes with several
     devices."""
 
@@ -62,8 +62,8 @@ class Wires:
         return group_of((size, apart) for axis, size, apart in self.axes if axis in names)
 
     @property
-    def inside(self) -> Wires:
-        """The wires of the axes over which calls of a graph communicate."""
+    def inside(self) -> CollectiveCosts:
+        """The costs of the axes over which calls of a graph communicate."""
         return replace(self, axes=tuple(own for own in self.axes if own[0] not in _OUTSIDE))
 
     def all_reduce(self, size: float, axes: Collection[str]) -> float:
@@ -87,8 +87,9 @@ def sent_bytes(node: fx.Node, sizes: Resolve) -> int:
     return int(tensor_bytes(whole, sizes))
 
 
-def wires_of(cluster: Cluster, plan: Plan) -> Wires:
-    """The wires of a plan's mesh; device memory is left out, because it changes no time."""
+def collective_costs_of(cluster: Cluster, plan: Plan) -> CollectiveCosts:
+    """The costs of collectives on a plan's mesh; device memory is left out, because it changes no
+    time."""
     sizes = plan.sizes
     own = [(axis, size, stride(sizes, axis)) for axis, size in sizes.items() if size > 1]
-    return Wires(cluster.bare, tuple(sorted(own)))
+    return CollectiveCosts(cluster.bare, tuple(sorted(own)))

@@ -209,14 +209,14 @@ def recomputation_of(
             groups[saved[block]].append(places[block])
         for kept, chosen in groups.items():
             way = kind.way(kept)
-            whole = columns.whole_again and not kept
+            whole = columns.recompute_whole and not kept
             rows[kind.rows[chosen][:, ~kind.fixed if whole else way.done]] = True
             inner[kind.makes[chosen][:, ~way.stays[kind.maker]]] = True
             first, last = way.first, way.last
-            lying, makes, places = first <= last, kind.makes[chosen], kind.places[chosen]
-            inner[makes[:, lying]] = True
-            until[makes[:, lying]] = places[:, first[lying]]
-            ended = lying & (last + 1 < len(kind.labels))
+            live, makes, places = first <= last, kind.makes[chosen], kind.places[chosen]
+            inner[makes[:, live]] = True
+            until[makes[:, live]] = places[:, first[live]]
+            ended = live & (last + 1 < len(kind.labels))
             before[makes[:, ended]] = places[:, last[ended] + 1]
     return Recomputation(dict(saved), rows, inner, until, before)
 
@@ -309,7 +309,7 @@ class _Kinds:
         kept = np.zeros(len(lines.of), dtype=bool)
         kept[storages.row[storages.kept]] = True
         self.fixed = kept | columns.node_released
-        if not columns.whole_again:
+        if not columns.recompute_whole:
             self.fixed |= leaving
         self.sent = columns.node_gathers
         self.home = home

@@ -45,25 +45,25 @@ def rates_of(cluster: Cluster, plan: Plan) -> tuple[tuple[str, tuple[float, ...]
     return tuple((axis, astuple(axis_rates(cluster, plan, axis))) for axis in axes)
 
 
-Localise: TypeAlias = Callable[[Plan], LocalGraph]
+ShardGraph: TypeAlias = Callable[[Plan], LocalGraph]
 
 
 class Layouts:
     """Profiles by layout, built on first use and cached."""
 
-    def __init__(self, whole: Profile, localise: Localise | None = None) -> None:
-        """localise: rewrites the graph for a plan's precision and shards it over the plan's axes;
-        None where no graph can be sharded, and every plan of one device is in the precision of
-        `whole`."""
+    def __init__(self, whole: Profile, shard_graph: ShardGraph | None = None) -> None:
+        """shard_graph: rewrites the graph for a plan's precision and shards it over the plan's
+        axes; None where no graph can be sharded, and every plan of one device is in the precision
+        of `whole`."""
         self.whole = whole
-        self.localise = localise
+        self.shard_graph = shard_graph
         self._made: dict[Any, tuple[Profile, LocalGraph]] = {}
         self._fixed: set[Any] = set()
 
     @property
     def offered(self) -> bool:
         """Whether there are layouts besides the unsharded graph."""
-        return self.localise is not None
+        return self.shard_graph is not None
 
     def known(self, plan: Plan) -> bool:
         """Whether the profile of `plan` is built."""
@@ -75,9 +75,9 @@ class Layouts:
         """The profile of the graph that a device of `plan` runs.
 
         Raises what sharding raises: BadPin (GA202), MissingRule (GA302). ValueError where
-        `localise` is None.
+        `shard_graph` is None.
         """
-        given = self.localise is None or plan.precision.compute == "float32"
+        given = self.shard_graph is None or plan.precision.compute == "float32"
         return self.whole if plan.model_parallel_size == 1 and given else self._layout(plan)[0]
 
     def guessed(self, plan: Plan) -> Mapping[str, tuple[str, ...]]:
@@ -87,9 +87,9 @@ class Layouts:
     def _layout(self, plan: Plan) -> tuple[Profile, LocalGraph]:
         key = self._key(plan)
         if key not in self._made:
-            if self.localise is None:
+            if self.shard_graph is None:
                 raise ValueError(f"nothing here can shard a graph for {plan_name(plan)}")
-            local = self.localise(plan)
+            local = self.shard_graph(plan)
             if BATCH not in local.step.sizes:  # one profile for each microbatch size
                 self._fixed.add(_layout_of(plan))
                 key = self._key(plan)

@@ -13,7 +13,7 @@ from torch import fx
 from graphaccel.capture.symbols import BATCH
 from graphaccel.ir.analysis_cache import AnalysisCache
 from graphaccel.planner.cluster.cluster import Device
-from graphaccel.planner.profile.axis_collectives import KINDS, Wires
+from graphaccel.planner.profile.axis_collectives import KINDS, CollectiveCosts
 from graphaccel.planner.profile.block_recompute import Recomputation, saved_with
 from graphaccel.planner.profile.chunk_rows import chunk_sizes
 from graphaccel.planner.profile.compiled_traffic import compiled_work
@@ -44,7 +44,7 @@ class SizedProfile:
         columns: StepColumns,
         microbatch: int,
         device: Device,
-        wires: Wires | None = None,
+        collective_costs: CollectiveCosts | None = None,
         chunk: int = 0,
     ) -> None:
         """chunk: rows at a time of ops that work in chunks; 0: the preferred size."""
@@ -64,8 +64,8 @@ class SizedProfile:
         costs = [_work(n, columns, resolve, chunk, device.type) for n in first]
         moves = np.array([n.target in KINDS for n in first])
         sent = np.zeros(len(first))
-        if wires is not None:
-            sent = np.array([wires.seconds(n, resolve) for n in first])
+        if collective_costs is not None:
+            sent = np.array([collective_costs.seconds(n, resolve) for n in first])
         calls = np.where(moves, sent > 0, [w.calls for w in costs])
         gap = gap_seconds(device)
         alone = np.where(moves, 0.0, [seconds_of(w, device) + gap * w.calls for w in costs])
@@ -206,8 +206,8 @@ class SizedProfile:
         return self._analyses_of(recomputation).cached((), SizedProfile._saved, self, recomputation)
 
     def _saved(self, recomputation: Recomputation) -> tuple[np.ndarray, np.ndarray]:
-        kept, kept_at, remade, remade_at = saved_with(self._columns, recomputation)
-        return self._at(kept_at, self.bytes[kept]), self._at(remade_at, self.bytes[remade])
+        kept, kept_at, recomputed, recomputed_at = saved_with(self._columns, recomputation)
+        return self._at(kept_at, self.bytes[kept]), self._at(recomputed_at, self.bytes[recomputed])
 
     def recompute_seconds(
         self, recomputation: Recomputation

@@ -16,7 +16,7 @@ import numpy as np
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.planner.cluster.cluster import Device
 from graphaccel.planner.plan.plan import Plan
-from graphaccel.planner.profile.axis_collectives import Wires
+from graphaccel.planner.profile.axis_collectives import CollectiveCosts
 from graphaccel.planner.profile.block_recompute import (
     BlockKind,
     Recomputation,
@@ -52,18 +52,18 @@ class Profile(StepColumns):
         self,
         microbatch: int,
         device: Device,
-        wires: Wires | None = None,
+        collective_costs: CollectiveCosts | None = None,
         chunk: int = 0,
     ) -> SizedProfile:
         """Numbers for `microbatch` examples on `device`.
 
-        wires: costs of the collectives in the graph, where it has some. chunk: see `SizedProfile`.
-        """
-        if wires is not None:  # no call of the graph is over data, the outer axis
-            wires = wires.inside
-        key = (microbatch, self._without_memory(device), wires, chunk)
+        collective_costs: costs of the collectives in the graph, where it has some. chunk: see
+        `SizedProfile`."""
+        if collective_costs is not None:  # no call of the graph is over data, the outer axis
+            collective_costs = collective_costs.inside
+        key = (microbatch, self._without_memory(device), collective_costs, chunk)
         if key not in self._sized:
-            sized_profile = SizedProfile(self, microbatch, device, wires, chunk)
+            sized_profile = SizedProfile(self, microbatch, device, collective_costs, chunk)
             self._sized[key] = sized_profile
             if not chunk and sized_profile.chunks:  # the preferred size
                 self._sized.setdefault((*key[:-1], sized_profile.chunks[0]), sized_profile)

@@ -100,7 +100,7 @@ class StepColumns:
             step, self.lines, self.node_position, self.node_forward, self.node_released
         )
         self.parameters = self._find_parameters()
-        self.whole_again = False
+        self.recompute_whole = False
         """Whether recomputing a block repeats all of its forward, as other systems do."""
         self.analyses = AnalysisCache()
 
@@ -212,7 +212,7 @@ class StepColumns:
         return sorted(results)
 
     @cached_property
-    def resting(self) -> frozenset[str]:
+    def parameter_names(self) -> frozenset[str]:
         """Names of the parameters, without buffers."""
         return frozenset(s.name for s in self.step.inputs if s.kind == "parameter")
 

@@ -37,7 +37,7 @@ def needed(
     plan: Plan,
     cluster: Cluster,
     optimizer_bytes: int,
-    stepping: OptimizerMemory,
+    step_memory: OptimizerMemory,
     options: Sequence[Sequence[BlockOption]],
     least: int,
 ) -> Choice:
@@ -55,7 +55,7 @@ def needed(
         return {name: every[name] for name in names if name in every}
 
     def missing(chosen: Sequence[Choice]) -> list[int]:
-        given = plan.with_recomputed(together(chosen)), cluster, optimizer_bytes, stepping
+        given = plan.with_recomputed(together(chosen)), cluster, optimizer_bytes, step_memory
         return [m.tensors - cluster.tensor_budget for m in predict_memory(profile, *given)]
 
     spare = _SPARE * cluster.tensor_budget

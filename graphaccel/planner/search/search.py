@@ -80,13 +80,13 @@ class Conditions:
 
     limits: the splits of the batch that the graph does not allow. batch: examples in the global
     batch, where it is not the captured one. shardable: whether the optimizer can work on shards:
-    ZeRO is then considered. stepping: memory that the optimizer's step needs besides its state.
+    ZeRO is then considered. step_memory: memory that the optimizer's step needs besides its state.
     """
 
     limits: Limits = field(default_factory=Limits)
     batch: int | None = None
     shardable: bool = True
-    stepping: OptimizerMemory = NOTHING
+    step_memory: OptimizerMemory = NOTHING
 
 
 def search(
@@ -118,7 +118,7 @@ def search(
     decided = agreeing_pins(pins, step, cluster.count, batch, limits)
     problem = Problem(
         profiles or Layouts(Profile(step)), cluster, optimizer_bytes, limits, conditions.shardable,
-        decided.stage_of or (), conditions.stepping,
+        decided.stage_of or (), conditions.step_memory,
     )  # fmt: skip
     record = Record() if record is None else record
     record.asked(problem, decided, batch, dict(pins), refine)

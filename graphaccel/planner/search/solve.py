@@ -33,7 +33,7 @@ from graphaccel.planner.search.recompute import BlockOption, block_options, ever
 class Problem:
     """The problem to plan. layouts: profiles, of the unsharded graph and of its shards.
     optimizer_bytes: bytes of optimizer state for each trained number. shardable: the optimizer can
-    work on shards. stages: pinned stages of modules. stepping: memory that the optimizer's step
+    work on shards. stages: pinned stages of modules. step_memory: memory that the optimizer's step
     needs besides its state."""
 
     layouts: Layouts
@@ -42,7 +42,7 @@ class Problem:
     limits: Limits
     shardable: bool = True
     stages: tuple[tuple[str, int], ...] = ()
-    stepping: OptimizerMemory = NOTHING
+    step_memory: OptimizerMemory = NOTHING
 
     @property
     def profile(self) -> Profile:
@@ -59,7 +59,7 @@ class Problem:
 
     def memory(self, plan: Plan) -> tuple[StageMemory, ...]:
         """The predicted memory of each rank of `plan`."""
-        given = self.cluster, self.optimizer_bytes, self.stepping
+        given = self.cluster, self.optimizer_bytes, self.step_memory
         return predict_memory(self.layouts.of(plan), plan, *given)
 
     def time(self, plan: Plan) -> Prediction:
@@ -69,7 +69,7 @@ class Problem:
     def predicted(self, plan: Plan, *, simulated: bool) -> Plan:
         """`plan` with its prediction."""
         profile = self.layouts.of(plan)
-        given = self.cluster, self.optimizer_bytes, self.stepping
+        given = self.cluster, self.optimizer_bytes, self.step_memory
         return predict(profile, plan, *given, simulated=simulated)
 
 
@@ -343,7 +343,7 @@ def _with_blocks(problem: Problem, plan: Plan, recompute: str | Sequence[str]) -
     """The plan with its recomputed blocks and its prediction."""
     profile = problem.layouts.of(plan)
     names = profile.block_names
-    given = profile, plan, problem.cluster, problem.optimizer_bytes, problem.stepping
+    given = profile, plan, problem.cluster, problem.optimizer_bytes, problem.step_memory
     if recompute == "none":
         chosen: Mapping[str, tuple[str, ...]] = {}
     elif recompute == "all":

@@ -156,10 +156,10 @@ def _together(func: Any, tensors: Sequence[torch.Tensor], where: Elsewhere) -> b
 def _needed(func: Any) -> ElsewhereNeeded:
     name = func.__name__.split(".")[0].strip("_").removeprefix("foreach_")
     name = "item" if name == "local_scalar_dense" else name
-    return ElsewhereNeeded(op=name, location=line_of_script(), optimizer=_stepping())
+    return ElsewhereNeeded(op=name, location=line_of_script(), optimizer=_step_memory())
 
 
-def _stepping() -> str:
+def _step_memory() -> str:
     """The class of the optimizer whose step is on the call stack; "" if none is."""
     frame = sys._getframe(1)
     while frame is not None:

@@ -132,7 +132,7 @@ class ShardedOptimizer:
     def _gather(self, parameters: Sequence[nn.Parameter]) -> None:
         """All-gather the full tensors of replicated parameters from the shards of all ranks: in
         flat buckets, the next one in flight while one is unpacked."""
-        flying: tuple[list[Any], torch.Tensor, list[nn.Parameter]] | None = None
+        in_flight: tuple[list[Any], torch.Tensor, list[nn.Parameter]] | None = None
         for bucket in self._buckets(parameters):
             layout = self.layouts[id(bucket[0])]
             mesh, axis = layout.mesh, layout.splits[-1].axis
@@ -141,11 +141,11 @@ class ShardedOptimizer:
             rows = pieces[0].new_empty(mesh.size(axis), sum(piece.numel() for piece in pieces))
             torch.cat(pieces, out=rows[place])
             costs = gather_rows(rows, place, mesh.ranks(axis), mesh.group(axis))
-            if flying is not None:
-                self._unpack(*flying)
-            flying = (costs, rows, bucket)
-        if flying is not None:
-            self._unpack(*flying)
+            if in_flight is not None:
+                self._unpack(*in_flight)
+            in_flight = (costs, rows, bucket)
+        if in_flight is not None:
+            self._unpack(*in_flight)
 
     def _unpack(self, costs: list[Any], whole: torch.Tensor, bucket: list[nn.Parameter]) -> None:
         for work in costs:

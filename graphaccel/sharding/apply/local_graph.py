@@ -24,11 +24,11 @@ reorder."""
 
 @dataclass(frozen=True)
 class LocalGraph:
-    """graph: of one rank. resting: parameter → splits, in the order in which they are applied.
-    partial: parameter → axes over which its gradient is a partial sum."""
+    """graph: of one rank. parameter_shards: parameter → splits, in the order in which they are
+    applied. partial: parameter → axes over which its gradient is a partial sum."""
 
     graph: fx.GraphModule = field(repr=False)
-    resting: Mapping[str, tuple[Sharded, ...]] = field(default_factory=dict)
+    parameter_shards: Mapping[str, tuple[Sharded, ...]] = field(default_factory=dict)
     partial: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
@@ -47,12 +47,15 @@ def over_axis(
         before.graph, step.inputs, step.outputs, placements, axis=axis, ranks=ranks,
         keep_outputs=keep_outputs, fakes=fakes,
     )  # fmt: skip
-    resting, partial = dict(before.resting), dict(before.partial)
+    parameter_shards, partial = dict(before.parameter_shards), dict(before.partial)
     for name, shard in built.held.items():
-        resting[name] = (*resting.get(name, ()), Sharded(axis, shard.dim, shard.outer))
+        parameter_shards[name] = (
+            *parameter_shards.get(name, ()),
+            Sharded(axis, shard.dim, shard.outer),
+        )
     for name in sorted(built.partial):
         partial[name] = (*partial.get(name, ()), axis)
-    return LocalGraph(built.graph, resting, partial)
+    return LocalGraph(built.graph, parameter_shards, partial)
 
 
 def mark_replicated(local: LocalGraph, inputs: Sequence[GraphInput]) -> None:
@@ -62,7 +65,7 @@ def mark_replicated(local: LocalGraph, inputs: Sequence[GraphInput]) -> None:
     split = {
         node
         for node, spec in zip(graph.find_nodes(op="placeholder"), inputs, strict=False)
-        if any(s.axis == "tensor" for s in local.resting.get(spec.name, ()))
+        if any(s.axis == "tensor" for s in local.parameter_shards.get(spec.name, ()))
     }
     same = replicated(graph, "tensor", split)
     for node in graph.nodes:

@@ -14,7 +14,7 @@ from torch import fx
 from graphaccel.ir.fakes import Fakes
 
 
-class Drafts:
+class ShardingCache:
     """fakes: results of calls. parts: graphs of few examples, with their prime and symbol sizes, by
     step. first: graphs sharded over the first axis, by request. primes: numbers of examples that
     divide no size, by step, sizes and axes."""

@@ -35,7 +35,7 @@ def checked(
     if unknown := sorted(set(stated) - {names[n] for n in (*space.held, *space.calls)}):
         raise NotPlaced(f"there is no {unknown[0]}")
     for node, place in placements.held.items():
-        allowed = space.resting_places(node)
+        allowed = space.stored_placements(node)
         if place not in allowed:
             known = "  ".join(map(placement_text, allowed))
             raise ValueError(

@@ -122,7 +122,7 @@ class PlacementProblem:
         choices: list[Sequence[Any]] = []
         for node in self.space.held:
             variables[node] = len(choices)
-            choices.append(self.space.resting_places(node))
+            choices.append(self.space.stored_placements(node))
         for node in self.space.calls:
             variables[node] = len(choices)
             choices.append(self.space.rows[node])
@@ -235,8 +235,8 @@ class PlacementProblem:
                 yield Table((variables[node], variables[user]), costs)
             return
         for parameter in gradients.get(value, ()):
-            resting = self.space.resting_places(parameter)
-            costs = self._conversions(value, built, resting) * self.late
+            stored = self.space.stored_placements(parameter)
+            costs = self._conversions(value, built, stored) * self.late
             yield Table((variables[node], variables[parameter]), costs)
         if value not in gradients:
             yield Table((variables[node],), self._conversions(value, built, (REPLICATED,))[:, 0])
@@ -256,7 +256,7 @@ class PlacementProblem:
             needs, third = self._needs(user, position), variables[user]
         elif value in gradients:
             parameter = gradients[value][0]
-            needs, third = self.space.resting_places(parameter), variables[parameter]
+            needs, third = self.space.stored_placements(parameter), variables[parameter]
         else:
             needs, third = (REPLICATED,), -1
         late = self.late if position < 0 and value in gradients else 1.0
@@ -319,17 +319,17 @@ class PlacementProblem:
         if value not in self._known_moved:
             tensor, unfinished = tensor_of(value), value[0].target in _UNFINISHED
             results = self._bytes(tensor), tensor.is_floating_point(), unfinished
-            self._known_moved[value] = *results, value[0] in self.space.resting
+            self._known_moved[value] = *results, value[0] in self.space.stored
         return self._known_moved[value]
 
     def conversion(self, value: Value, source: Placement, target: Placement | None) -> float:
         """Seconds to convert a value; infinite where there is no conversion."""
         if target is None or source == target:
             return 0.0
-        size, floating, unfinished, resting = self._moved(value)
+        size, floating, unfinished, stored = self._moved(value)
         if unfinished:  # only the wait may read it
             return inf
-        key = (size, floating, source, target, resting)
+        key = (size, floating, source, target, stored)
         if key not in self._converted:
             self._converted[key] = self.conversion_seconds(*key)
         return self._converted[key]

@@ -56,7 +56,7 @@ class Shardable:
     """One graph on one axis of `ranks`; `spread` finds its shards and strategies.
 
     kinds: placeholder → its input. free: nodes that are the same on every rank. calls: those that
-    have a choice. held: parameters and buffers. resting: those, and views and casts of them.
+    have a choice. held: parameters and buffers. stored: those, and views and casts of them.
     shards: those of each tensor. rows: strategies of each call. pins: placements of parameters by
     name.
     """
@@ -89,10 +89,10 @@ class Shardable:
         self.free = free_nodes(graph, self.kinds, mutated_buffers(outputs))
         self.calls = placed_calls(graph, self.kinds, outputs, self.free)
         self.held = [n for n, spec in self.kinds.items() if spec.kind in HELD]
-        self.resting = set(self.held)  # and views and casts of them
+        self.stored = set(self.held)  # and views and casts of them
         for node in self.calls:
-            if looks(node) and node.all_input_nodes[0] in self.resting:
-                self.resting.add(node)
+            if looks(node) and node.all_input_nodes[0] in self.stored:
+                self.stored.add(node)
         self.shards: dict[Value, Shards] = {}
         self.rows: dict[fx.Node, tuple[Row, ...]] = {}
         self._known: dict[Any, tuple[Row, ...]] = {}
@@ -134,7 +134,7 @@ class Shardable:
             raise HeadsDoNotDivide(f"there is no attention whose heads divide by {over}")
         return match
 
-    def resting_places(self, node: fx.Node) -> tuple[Placement, ...]:
+    def stored_placements(self, node: fx.Node) -> tuple[Placement, ...]:
         """The possible placements of a parameter or buffer: its pin, or replicated and its
         shards."""
         pin = self.pins.get(self.kinds[node].name)
@@ -217,13 +217,13 @@ class Shardable:
         given, built = self._shards_of[id(rows)]
         for source, shards in zip(self._reads[node], given, strict=True):
             if source in self.shards:
-                self._add(source, shards, resting=source[0] in self.resting)
+                self._add(source, shards, stored=source[0] in self.stored)
         for value, shards in zip(self._gives[node], built, strict=True):
             self._add(value, shards)
 
-    def _add(self, value: Value, shards: Shards, *, resting: bool = False) -> None:
+    def _add(self, value: Value, shards: Shards, *, stored: bool = False) -> None:
         known = self.shards[value]
-        if resting:
+        if stored:
             shards = frozenset(s for s in shards if not s.by)
         if not shards <= known:
             both = known | shards

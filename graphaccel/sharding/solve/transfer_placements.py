@@ -84,8 +84,8 @@ def _matching(
     results: dict[fx.Node, fx.Node] = {}
     for (phase, path), nodes in _by_module(graph, inputs).items():
         number = run.number(path)
-        lying = path if number is None or number < 2 else run.entry(path, number + more)
-        same = theirs.get((phase, lying), [])
+        live = path if number is None or number < 2 else run.entry(path, number + more)
+        same = theirs.get((phase, live), [])
         if [n.target for n in nodes if n.op != "placeholder"] != [
             n.target for n in same if n.op != "placeholder"
         ] or len(nodes) != len(same):

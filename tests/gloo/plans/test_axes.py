@@ -92,7 +92,7 @@ def run_axes(name: str, pins: dict[str, Any], world: int) -> dict[str, Any]:
     mesh = build_mesh(plan, program.shared.values(), torch.device("cpu"), timedelta(seconds=300))
     at = coordinates(mesh.sizes, dist.get_rank())
     parameters = {
-        n: _part(p.detach(), program.resting.get(n, ()), plan, at)
+        n: _part(p.detach(), program.parameter_shards.get(n, ()), plan, at)
         for n, p in model.named_parameters(remove_duplicate=False)
     }
     held = Held(
@@ -107,7 +107,7 @@ def run_axes(name: str, pins: dict[str, Any], world: int) -> dict[str, Any]:
         "loss": result.loss.item(),
         "grads": result.gradients,
         "at": at,
-        "resting": dict(program.resting),
+        "parameter_shards": dict(program.parameter_shards),
         "sizes": dict(mesh.sizes),
         "fused": sorted(_fused(program)),
     }
@@ -130,7 +130,7 @@ def _captures(name: str) -> dict[Any, Any]:
 
 def _whole(name: str, got: Sequence[dict[str, Any]]) -> list[Tensor]:
     """A gradient from the ranks that have it, once for every replica."""
-    splits = got[0]["resting"].get(name, ())
+    splits = got[0]["parameter_shards"].get(name, ())
     have = [r for r in got if name in r["grads"]]
 
     def joined(ranks: list[dict[str, Any]], left: Sequence[Sharded]) -> Tensor:

@@ -126,15 +126,15 @@ def _furthest(plain: nn.Module, ours: nn.Module) -> float:
     return max((state[n] - v).abs().max().item() for n, v in plain.state_dict().items())
 
 
-def _train_by_closure(model: nn.Module, stepping: torch.optim.Optimizer) -> None:
+def _train_by_closure(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     def closure() -> Tensor:
-        stepping.zero_grad()
+        optimizer.zero_grad()
         loss = model(*_batch())
         loss.backward()
         return loss
 
     for _ in range(3):
-        stepping.step(closure)  # pyright: ignore[reportArgumentType]
+        optimizer.step(closure)  # pyright: ignore[reportArgumentType]
 
 
 @captures_of("whole matrices")

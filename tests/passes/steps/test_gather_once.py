@@ -105,8 +105,8 @@ def test_what_is_held_is_counted_until_the_last_backward(captured: Captured) -> 
     for precision in ("fp32", "bf16-params"):
         plan, program = _program(step, microbatches=2, precision=PRECISIONS[precision])
         (stage,) = program.stages
-        resting = dict.fromkeys(stage.parameters, 64)
-        resident = Resident(resting, {}, resting, 100, 2.0)
+        held_bytes = dict.fromkeys(stage.parameters, 64)
+        resident = Resident(held_bytes, {}, held_bytes, 100, 2.0)
         schedule = schedule_of(plan, program)
         spans = {
             (kind, 0, m): (2.0 * m + late, 2.0 * m + late + 1)

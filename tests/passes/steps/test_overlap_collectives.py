@@ -27,15 +27,15 @@ def moved(module: fx.GraphModule) -> None:
 def overlapped(graph: fx.Graph) -> int:
     """Products that run while something travels."""
     nodes = list(graph.nodes)
-    flying, count = 0, 0
+    in_flight, count = 0, 0
     for node in nodes:
         if node.target is _C10D.wait_tensor.default:
-            flying -= 1
+            in_flight -= 1
         elif "c10d" in str(node.target):
-            flying += 1
-        elif flying and getattr(node.target, "overloadpacket", None) in flop_registry:
+            in_flight += 1
+        elif in_flight and getattr(node.target, "overloadpacket", None) in flop_registry:
             count += 1
-    assert flying == 0
+    assert in_flight == 0
     return count
 
 

@@ -12,7 +12,7 @@ import torch
 from graphaccel.capture.batch import flatten_call
 from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.compiler.model import without_data
-from graphaccel.compiler.profile_graph import localised
+from graphaccel.compiler.profile_graph import sharded_graph
 from graphaccel.compiler.programs import build
 from graphaccel.compiler.schedules import schedule_of
 from graphaccel.ir.program import StageProgram, StepProgram
@@ -29,7 +29,7 @@ from graphaccel.planner.plan.base_plan import PRECISIONS
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.plan.plan_name import plan_name
 from graphaccel.planner.plan.prediction import StageMemory
-from graphaccel.planner.profile.axis_collectives import wires_of
+from graphaccel.planner.profile.axis_collectives import collective_costs_of
 from graphaccel.planner.profile.profile import Profile
 from tests.support.gpt import GPT
 
@@ -70,7 +70,9 @@ def said(program: StepProgram) -> list[object]:
          s.buffers, s.groups, s.reduced, s.buckets)
         for s in program.stages
     ]  # fmt: skip
-    names = "resting partial owned unsharded output_places random loss_partial shared".split()
+    names = (
+        "parameter_shards partial owned unsharded output_places random loss_partial shared".split()
+    )
     return [values, *(getattr(program, name) for name in names)]
 
 
@@ -91,7 +93,7 @@ def columns(profile: Profile, cluster: Cluster, plan: Plan) -> list[object]:
     """Everything a profile knows of its nodes, but for which node stands for which."""
     storages, sized = (
         profile.storages,
-        profile.sized(3, cluster.device, wires=wires_of(cluster, plan)),
+        profile.sized(3, cluster.device, collective_costs=collective_costs_of(cluster, plan)),
     )
     lines, kept = profile.lines, profile.saved(profile.saving({1: (), 4: ()}))
     arrays = [
@@ -116,7 +118,7 @@ def test_profiles_are_those_of_all_layers(axes: dict[str, int], deep: StepGraph)
     if not axes:
         few, all_layers = Profile(deep), Profile(whole)
     else:
-        made = [localised(step, plan, deep.sizes) for step in (deep, whole)]
+        made = [sharded_graph(step, plan, deep.sizes) for step in (deep, whole)]
         assert made[0].lines is not None
         assert made[1].lines is None
         few, all_layers = (Profile(m.step, m.partial, m.lines) for m in made)

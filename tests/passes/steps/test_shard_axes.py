@@ -64,7 +64,7 @@ def test_an_edited_placement_is_applied(
     shapes = []
     for each in (plan, other):
         local = shard_axes(exact_microbatch(step, each).graph, step, each)
-        assert local.resting == dict(PINNED)
+        assert local.parameter_shards == dict(PINNED)
         (tanh,) = local.graph.graph.find_nodes(
             op="call_function", target=torch.ops.aten.tanh.default
         )
@@ -143,7 +143,7 @@ def test_a_pass_solves_nothing(
     _, _, step, plan = mlp
     with pytest.raises(PlanMismatch, match="has no placement"):
         pipeline.build(step, replace(plan, axis_placements=()))
-    assert build(step, replace(plan, axis_placements=())).resting == dict(PINNED)
+    assert build(step, replace(plan, axis_placements=())).parameter_shards == dict(PINNED)
 
 
 def test_placements_of_one_block() -> None:

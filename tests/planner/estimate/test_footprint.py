@@ -16,7 +16,7 @@ from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH
 from graphaccel.compiler.compiler import Compiler
 from graphaccel.compiler.model import Model, as_batch
-from graphaccel.compiler.profile_graph import localised
+from graphaccel.compiler.profile_graph import sharded_graph
 from graphaccel.ir.program import StepProgram
 from graphaccel.planner.cluster.catalogue import cluster as named_cluster
 from graphaccel.planner.cluster.cluster import Cluster, Host
@@ -26,9 +26,9 @@ from graphaccel.planner.plan.base_plan import base_plan
 from graphaccel.planner.plan.limits import Limits
 from graphaccel.planner.plan.pins import Pins
 from graphaccel.planner.plan.plan import Plan
-from graphaccel.planner.profile.axis_collectives import wires_of
+from graphaccel.planner.profile.axis_collectives import collective_costs_of
 from graphaccel.planner.profile.cost import Sizes, dims_of
-from graphaccel.planner.profile.layout_profiles import Layouts, Localise, rates_of
+from graphaccel.planner.profile.layout_profiles import Layouts, ShardGraph, rates_of
 from graphaccel.planner.profile.profile import Profile
 from graphaccel.planner.search.solve import Problem, with_cuts_and_blocks
 from tests.support.zoo import ALL
@@ -38,12 +38,12 @@ MadeUp = Callable[..., Cluster]
 AWAY = ("optimizer", "parameters")
 
 
-def localise(step: StepGraph, cluster: Cluster) -> Localise:
-    return lambda plan: localised(step, replace(plan, rates=rates_of(cluster, plan)))
+def shard_graph(step: StepGraph, cluster: Cluster) -> ShardGraph:
+    return lambda plan: sharded_graph(step, replace(plan, rates=rates_of(cluster, plan)))
 
 
 def problem_of(step: StepGraph, cluster: Cluster) -> Problem:
-    layouts = Layouts(Profile(step), localise(step, cluster))
+    layouts = Layouts(Profile(step), shard_graph(step, cluster))
     return Problem(layouts, cluster, 8, Limits())
 
 
@@ -123,7 +123,7 @@ def test_sizes_grow_as_those_of_the_whole_graph(captured: Captured, made_up: Mad
     """The layout is sharded for a few examples, and read at other numbers of them."""
     step, cluster = captured("gpt"), made_up(2)
     plan = Plan(2, tensor=2, batch=8)
-    local = localised(step, replace(plan, rates=rates_of(cluster, plan))).step
+    local = sharded_graph(step, replace(plan, rates=rates_of(cluster, plan))).step
     few, more = (Sizes({**local.sizes, BATCH: n}) for n in (local.sizes[BATCH], 24))
     whole = {n.name: n for n in step.graph.graph.nodes}
     compared = 0
@@ -142,14 +142,17 @@ def test_sizes_grow_as_those_of_the_whole_graph(captured: Captured, made_up: Mad
 
 def test_axes_lie_on_the_links_they_reach(made_up: MadeUp) -> None:
     plan = Plan(16, tensor=2, context=2, expert=1, data=4)
-    wires = wires_of(made_up(16), plan)
-    assert wires.group(["tensor"]) == (2, 1, ())
-    assert wires.group(["context"]) == (2, 2, ())
-    assert wires.group(["data"]) == (4, 4, ())
-    assert wires.group(["context", "tensor"]) == (4, 1, ())
-    assert wires.group(["data", "tensor"]) == (2, 1, ((4, 4),))
-    assert wires.group(["expert"]) == (1, 1, ())
-    inner, outer = wires.all_reduce(1e6, ["tensor"]), wires.all_reduce(1e6, ["data"])
+    collective_costs = collective_costs_of(made_up(16), plan)
+    assert collective_costs.group(["tensor"]) == (2, 1, ())
+    assert collective_costs.group(["context"]) == (2, 2, ())
+    assert collective_costs.group(["data"]) == (4, 4, ())
+    assert collective_costs.group(["context", "tensor"]) == (4, 1, ())
+    assert collective_costs.group(["data", "tensor"]) == (2, 1, ((4, 4),))
+    assert collective_costs.group(["expert"]) == (1, 1, ())
+    inner, outer = (
+        collective_costs.all_reduce(1e6, ["tensor"]),
+        collective_costs.all_reduce(1e6, ["data"]),
+    )
     assert inner == all_reduce_seconds(made_up(16), 1e6, 2)
     assert outer == all_reduce_seconds(made_up(16), 1e6, 4, stride=4) > inner
 
@@ -256,7 +259,7 @@ def test_weights_are_planned_as_they_are_built(microbatches: int) -> None:
     whole = dict(made.model.named_parameters())
     held = {p.name: p.bytes for p in made.profile.parameters if p.name in whole}
     split = {name for name, size in held.items() if size < whole[name].nbytes}
-    assert split == {name for name in whole if name in made.program.resting}
+    assert split == {name for name in whole if name in made.program.parameter_shards}
     assert len(split) >= 2 * 7
 
 

@@ -111,7 +111,7 @@ def test_a_block_is_copied_up_ahead_of_use_and_let_go_of_after_it(
     data = 2 if zero else 1
     plan = Plan(data, data=data, batch=4, zero=zero, offload=BOTH)
     forward, backward = uploaded(profile, plan, (0, len(profile)))
-    reads = {p.name: p.positions for p in profile.parameters if p.name in profile.resting}
+    reads = {p.name: p.positions for p in profile.parameters if p.name in profile.parameter_names}
     own = [
         [at for n, places in reads.items() if n.startswith(f"blocks.{i}.") for at in places]
         for i in range(3)
@@ -213,7 +213,7 @@ def test_seconds(captured: Captured, made_up: MadeUp, data: int, shared: bool) -
     )
     by_block = {}
     for parameter in profile.parameters:  # the embedding of words is the head's too
-        if parameter.name in profile.resting:
+        if parameter.name in profile.parameter_names:
             parts = parameter.name.split(".")
             name = ".".join(parts[:2]) if parts[0] == "blocks" else parameter.name
             times = len({int(profile.block_at[at]) >= 0 or at for at in parameter.positions})

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from graphaccel.capture.stepgraph import StepGraph
-from graphaccel.compiler.profile_graph import localised
+from graphaccel.compiler.profile_graph import sharded_graph
 from graphaccel.compiler.programs import build
 from graphaccel.errors import BadPin
 from graphaccel.ir.program import StepProgram
@@ -29,10 +29,10 @@ MadeUp = Callable[..., Cluster]
 
 
 def problem_of(step: StepGraph, cluster: Cluster) -> Problem:
-    def localise(plan: Plan) -> object:
-        return localised(step, replace(plan, rates=rates_of(cluster, plan)))
+    def shard_graph(plan: Plan) -> object:
+        return sharded_graph(step, replace(plan, rates=rates_of(cluster, plan)))
 
-    return Problem(Layouts(Profile(step), localise), cluster, 8, Limits())
+    return Problem(Layouts(Profile(step), shard_graph), cluster, 8, Limits())
 
 
 def planned(problem: Problem, **decided: object) -> Plan:

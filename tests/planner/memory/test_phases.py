@@ -25,15 +25,15 @@ COPY = OptimizerMemory(together=1.0)
 MadeUp = Callable[..., Cluster]
 
 
-def _compiler(where: Cluster, stepping: OptimizerMemory) -> Compiler:
+def _compiler(where: Cluster, step_memory: OptimizerMemory) -> Compiler:
     """Many parameters, few tokens: after the backward there is next to nothing beside gradients."""
     torch.manual_seed(0)
     pins = {"zero": 0, "compile": "off", "fusions": "off"}  # a fused step allocates nothing
-    return Compiler(Model(GPT(layers=2, width=128), None, 2.0, True, stepping), where, pins)
+    return Compiler(Model(GPT(layers=2, width=128), None, 2.0, True, step_memory), where, pins)
 
 
-def _chosen(where: Cluster, stepping: OptimizerMemory) -> tuple[Compiler, Plan]:
-    compiler = _compiler(where, stepping)
+def _chosen(where: Cluster, step_memory: OptimizerMemory) -> tuple[Compiler, Plan]:
+    compiler = _compiler(where, step_memory)
     plan = compiler.choose(_batch()).plan
     return compiler, plan
 

@@ -13,7 +13,7 @@ from torch import fx
 from graphaccel.capture.batch import flatten_call
 from graphaccel.capture.stepgraph import StepGraph, capture
 from graphaccel.compiler.model import without_data
-from graphaccel.compiler.profile_graph import localised
+from graphaccel.compiler.profile_graph import sharded_graph
 from graphaccel.ir.replication.layers import KEPT, among
 from graphaccel.ir.text import graph_text
 from graphaccel.passes.microbatch.exact_microbatch import exact_microbatch
@@ -55,7 +55,7 @@ def test_told_is_what_solving_finds(
     copied = solve_axes(less, few.short, request, deeper)
     told = copied.local
     assert graph_text(told.graph.graph) == graph_text(wanted.graph.graph)
-    assert (told.resting, told.partial) == (wanted.resting, wanted.partial)
+    assert (told.parameter_shards, told.partial) == (wanted.parameter_shards, wanted.partial)
     shorter = Transfer(copied, few.short.inputs, run, -1)
     again = solve_axes(more, few.longer[0], request, shorter).local
     assert graph_text(again.graph.graph) == graph_text(solved.local.graph.graph)
@@ -97,7 +97,7 @@ def test_an_encoder_and_a_decoder_are_placed_once(
 
     monkeypatch.setattr(module, "solve_placements", solve)
     with caplog.at_level("INFO", "graphaccel"):
-        found = localised(encoder_decoder, plan)
+        found = sharded_graph(encoder_decoder, plan)
     assert not [m for m in caplog.messages if m]
     assert len(solved) == 1
     assert not solved[0].guessed

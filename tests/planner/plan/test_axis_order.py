@@ -31,7 +31,7 @@ from graphaccel.planner.plan.limits import Limits
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.plan.plan_name import plan_name
 from graphaccel.planner.plan.read_pins import read_pins
-from graphaccel.planner.profile.axis_collectives import wires_of
+from graphaccel.planner.profile.axis_collectives import collective_costs_of
 from graphaccel.planner.profile.profile import Profile
 from graphaccel.planner.search.validate_plan import check_given, misread
 from graphaccel.report.compare import comparison
@@ -44,12 +44,14 @@ TWO_NODES = cluster("h100-80gb", 16)
 def test_which_axis_crosses_nodes() -> None:
     plan = Plan(16, data=8, pipeline=2)
     assert link_between(TWO_NODES, *_stages(plan)) is TWO_NODES.links[-1]
-    assert wires_of(TWO_NODES, plan).group(["data"]) == (8, 1, ())
+    assert collective_costs_of(TWO_NODES, plan).group(["data"]) == (8, 1, ())
     other = replace(plan, order=DATA_OUTSIDE)
     assert link_between(TWO_NODES, *_stages(other)) is TWO_NODES.links[0]
-    assert wires_of(TWO_NODES, other).group(["data"]) == (8, 2, ())
+    assert collective_costs_of(TWO_NODES, other).group(["data"]) == (8, 2, ())
     size = 1e9
-    inside, across = (wires_of(TWO_NODES, one).all_reduce(size, ["data"]) for one in (plan, other))
+    inside, across = (
+        collective_costs_of(TWO_NODES, one).all_reduce(size, ["data"]) for one in (plan, other)
+    )
     assert inside == all_reduce_seconds(TWO_NODES, size, 8) < across
 
 
@@ -62,9 +64,9 @@ def _stages(plan: Plan) -> tuple[int, int]:
 def test_every_group_is_where_the_devices_are(order: tuple[str, ...]) -> None:
     """Sizes and strides say which devices are in a group, as the ranks of the runtime do."""
     plan = Plan(64, data=4, shard_size=2, pipeline=2, context=2, expert=2, tensor=2, order=order)
-    wires = wires_of(TWO_NODES, plan)
+    collective_costs = collective_costs_of(TWO_NODES, plan)
     for axes in ({"data"}, {"data", "tensor"}, {"replicate", "context"}, {"shard"}, {"pipeline"}):
-        many, apart, further = wires.group(axes)
+        many, apart, further = collective_costs.group(axes)
         numbers = [0]
         for size, step in ((many, apart), *further):
             numbers = [n + step * k for k in range(size) for n in numbers]
@@ -150,7 +152,7 @@ def test_where_a_replica_fills_a_node_both_orders_cost_the_same() -> None:
     assert orders(where, plan) == (AXES,)
     other = replace(plan, order=DATA_OUTSIDE)
     for axes in (["data"], ["data", "tensor"], ["data", "context"], ["data", "context", "tensor"]):
-        one, two = (wires_of(where, p).all_reduce(1e8, axes) for p in (plan, other))
+        one, two = (collective_costs_of(where, p).all_reduce(1e8, axes) for p in (plan, other))
         assert one == two
     for one in (plan, other):
         assert link_between(where, *_stages(one)) is where.links[-1]

@@ -126,9 +126,9 @@ def test_replicas_are_summed_in_the_last_microbatch(captured: Captured, accumula
     assert sent(first, scatter) == ["shard"] * (many if accumulation == "shards" else 0)
     assert sent(first, total) == []
     nodes = list(last.graph.nodes)
-    flying = [nodes.index(n) for n in nodes if n.target is total]
-    waits = [nodes.index(next(iter(nodes[at].users))) for at in flying]
-    assert all(w > f for w, f in zip(waits, flying, strict=True))
+    in_flight = [nodes.index(n) for n in nodes if n.target is total]
+    waits = [nodes.index(next(iter(nodes[at].users))) for at in in_flight]
+    assert all(w > f for w, f in zip(waits, in_flight, strict=True))
     assert waits[0] > nodes.index([n for n in nodes if n.target is scatter][2])  # meanwhile
 
 

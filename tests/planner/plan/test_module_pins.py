@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from graphaccel.capture.stepgraph import StepGraph
-from graphaccel.compiler.profile_graph import localised
+from graphaccel.compiler.profile_graph import sharded_graph
 from graphaccel.errors import BadPin
 from graphaccel.ir.program import Sharded
 from graphaccel.planner.cluster.cluster import Cluster
@@ -51,7 +51,7 @@ def test_a_vocabulary_split_by_words(captured: Captured, made_up: MadeUp) -> Non
     request = Request(replace(plan, rates=rates_of(made_up(2), plan)))
     made = solve_axes(step.graph, step, request).local
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        assert made.resting[name] == (Sharded("tensor", 0),)
+        assert made.parameter_shards[name] == (Sharded("tensor", 0),)
 
 
 def test_a_vocabulary_on_the_data_axis(captured: Captured, made_up: MadeUp) -> None:
@@ -63,9 +63,9 @@ def test_a_vocabulary_on_the_data_axis(captured: Captured, made_up: MadeUp) -> N
     plan = Plan(4, tensor=2, data=2, batch=8, placements=pins.placements)
     request = Request(replace(plan, rates=rates_of(made_up(4), plan)))
     made = solve_axes(step.graph, step, request).local
-    assert "model.embed_tokens.weight" not in made.resting
-    assert made.resting["lm_head.weight"] == (Sharded("tensor", 0),)
-    owned, _ = owned_shards(step, plan, made.resting)
+    assert "model.embed_tokens.weight" not in made.parameter_shards
+    assert made.parameter_shards["lm_head.weight"] == (Sharded("tensor", 0),)
+    owned, _ = owned_shards(step, plan, made.parameter_shards)
     assert list(owned) == ["model.embed_tokens.weight"]
     assert owned["model.embed_tokens.weight"].level == 3
 
@@ -175,7 +175,7 @@ def test_the_op_that_refuses_a_pin(captured: Captured, made_up: MadeUp) -> None:
     step = captured("gpt")
     plan = Plan(2, tensor=2, batch=8, placements=(("norm.weight", (Sharded("tensor", 0),)),))
     with pytest.raises(BadPin) as caught:
-        localised(step, replace(plan, rates=rates_of(made_up(2), plan)))
+        sharded_graph(step, replace(plan, rates=rates_of(made_up(2), plan)))
     assert caught.value.reason == (
         "dim 0 of norm.weight [32] can not be sharded over tensor 2: aten.native_layer_norm.default "
         "in norm has no rule for a part of it (its operands: [13, 16, 32], [32], [32])"

@@ -240,7 +240,8 @@ def test_casts_of_parameters_are_no_work_of_their_own(
 def test_tied_parameters_bring_nothing_else_with_them(
     name: str, precision: str, captured: Captured, made_up: MadeUp
 ) -> None:
-    """Their casts are remade where they are read: no stage has more of a backward than its own."""
+    """Their casts are computed where they are read: no stage has more of a backward than its
+    own."""
     step = captured(name)
     profile, two = sized(step, made_up(2))
     cuts = choose_cuts(profile, two, 2, 0.0, 0.0)

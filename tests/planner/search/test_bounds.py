@@ -18,7 +18,7 @@ from graphaccel.planner.estimate.simulate import play
 from graphaccel.planner.plan.base_plan import base_plan
 from graphaccel.planner.plan.pins import Pins
 from graphaccel.planner.plan.plan import Plan
-from graphaccel.planner.profile.axis_collectives import wires_of
+from graphaccel.planner.profile.axis_collectives import collective_costs_of
 from graphaccel.planner.profile.profile import Profile
 from graphaccel.planner.search.bounds import Bounds, columns, least_idle, recompute_curve
 from graphaccel.planner.search.branch_and_bound import seconds
@@ -49,10 +49,10 @@ def test_a_sum_over_more_axes_may_take_less(wide: StepGraph) -> None:
     for zero, axes in ((0, ("data", "context")), (1, ("data", "context")), (2, ("data",))):
         plan = Plan(64, data=8, context=8, zero=zero, batch=BATCH)
         size = profile.trained_bytes
-        over_all = wires_of(where, plan).all_reduce(size, axes)
+        over_all = collective_costs_of(where, plan).all_reduce(size, axes)
         least = least_moved(profile, plan, where).reduce
         assert 0 < least <= over_all
-        alone = wires_of(where, plan).all_reduce(size, ("data",))
+        alone = collective_costs_of(where, plan).all_reduce(size, ("data",))
         assert least < alone
 
 

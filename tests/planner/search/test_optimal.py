@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from graphaccel import errors
 from graphaccel.capture.batch import flatten_call
 from graphaccel.capture.stepgraph import StepGraph, capture
-from graphaccel.compiler.profile_graph import localised
+from graphaccel.compiler.profile_graph import sharded_graph
 from graphaccel.planner.cluster.cluster import Cluster, Device, Link
 from graphaccel.planner.estimate.optimizer_memory import NOTHING, OptimizerMemory
 from graphaccel.planner.plan.axis_order import AXES
@@ -89,7 +89,7 @@ def layouts_of(name: str) -> Layouts:
         return Layouts(Profile(step))
     where = cluster_of(8, 1 << 30, ((8, 1e-6, 1e9),))
     return Layouts(
-        Profile(step), lambda plan: localised(step, replace(plan, rates=rates_of(where, plan)))
+        Profile(step), lambda plan: sharded_graph(step, replace(plan, rates=rates_of(where, plan)))
     )
 
 
@@ -165,7 +165,7 @@ def problem_of(drawn: Mapping[str, Any], memory: int = 1 << 40) -> Problem:
     where = cluster_of(drawn["count"], memory, drawn["levels"])
     return Problem(
         layouts_of(drawn["model"]), where, drawn["optimizer"], Limits(), drawn["shardable"],
-        stepping=drawn.get("stepping", NOTHING),
+        step_memory=drawn.get("step_memory", NOTHING),
     )  # fmt: skip
 
 
@@ -173,7 +173,7 @@ def planned(drawn: Mapping[str, Any], pins: Mapping[str, Any], memory: int) -> P
     """The search's plan; None where it says that none fits, without looking for ways out."""
     problem = problem_of(drawn, memory)
     conditions = Conditions(
-        batch=drawn["batch"], shardable=drawn["shardable"], stepping=problem.stepping
+        batch=drawn["batch"], shardable=drawn["shardable"], step_memory=problem.step_memory
     )
     nothing = errors.InfeasiblePlan(devices=0, memory=0, peak=0, stage=0, closest="", breakdown={})
     with patch("graphaccel.planner.search.search.infeasible", return_value=nothing):
@@ -201,7 +201,7 @@ def test_the_search_finds_what_trying_plans_finds(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(1, 60, 6))
 def test_where_the_optimizers_step_may_take_most(seed: int) -> None:
-    check({**drawn_by(seed), "stepping": OptimizerMemory(together=2.0, each=1.0)})
+    check({**drawn_by(seed), "step_memory": OptimizerMemory(together=2.0, each=1.0)})
 
 
 @pytest.mark.parametrize("seed", HYBRID)

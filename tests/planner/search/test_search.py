@@ -16,7 +16,7 @@ from torch import nn
 from graphaccel import errors
 from graphaccel.capture.batch import flatten_call
 from graphaccel.capture.stepgraph import StepGraph, capture
-from graphaccel.compiler.profile_graph import localised
+from graphaccel.compiler.profile_graph import sharded_graph
 from graphaccel.passes.pipeline import prepared
 from graphaccel.planner.cluster.cluster import Cluster
 from graphaccel.planner.plan.base_plan import PRECISIONS
@@ -129,12 +129,12 @@ def test_tensor_is_chosen_where_the_batch_can_not_be_split(
 def test_a_guess_about_placements_is_a_gap(captured: Captured, made_up: MadeUp) -> None:
     step, where = captured("gpt"), made_up(2)
 
-    def localise(plan: Plan) -> LocalGraph:
-        local = localised(step, replace(plan, rates=rates_of(where, plan)))
+    def shard_graph(plan: Plan) -> LocalGraph:
+        local = sharded_graph(step, replace(plan, rates=rates_of(where, plan)))
         return replace(local, guessed={"tensor": ("mm_1", "mm_2")})
 
     pins = {"tensor": 2, "recompute": "none", "microbatches": 1}
-    profiles = Layouts(Profile(step), localise)
+    profiles = Layouts(Profile(step), shard_graph)
     plan = search(step, where, pins=pins, optimizer_bytes=8, profiles=profiles)
     assert plan.certificate == (
         "1 candidates: 1 solved (0 do not fit), 0 pruned by bound; gap not proved: 2 calls on the "

@@ -46,7 +46,7 @@ def test_larger_tensor_axes_are_left_where_a_small_one_sends_too_much(
 
     def solved(kibibytes: int) -> tuple[set[int], list[int]]:
         """Sizes of the tensor axis that fit, and whose graphs were made."""
-        own = Layouts(profiles.whole, profiles.localise)
+        own = Layouts(profiles.whole, profiles.shard_graph)
         where = replace(made_up(8, kibibytes), links=slow)
         found = solve_all(Problem(own, where, 8, Limits()), pins, 8)
         alone = [replace(found.seen[0], data=1, tensor=size) for size in (1, 2, 4)]
