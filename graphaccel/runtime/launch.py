@@ -177,9 +177,10 @@ class _Failures(logging.Filter):
     The failure that ends the run is said by `launch`. Torch's own lines stay where LOGLEVEL is set.
     """
 
-    def __init__(self, restarts: int) -> None:
+    def __init__(self, restarts: int, *, alone: bool) -> None:
         super().__init__()
         self._restarts, self._done = restarts, 0
+        self._place = "" if alone else " of this machine"
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether a record is to be logged."""
@@ -188,8 +189,8 @@ class _Failures(logging.Filter):
             self._done += 1
             code, rank = int(str(known[0])), known[1]
             print(
-                f"graphaccel: rank {rank} ended first, with {_how(code)}: all ranks of this "
-                f"machine start anew ({self._done} of {self._restarts} restarts)",
+                f"graphaccel: rank {rank}{self._place} ended first, with {_how(code)}: all ranks "
+                f"start anew ({self._done} of {self._restarts} restarts)",
                 file=sys.stderr,
             )
         return "LOGLEVEL" in os.environ or record.levelno >= logging.CRITICAL
@@ -200,7 +201,8 @@ def _restarts_named(flags: Sequence[str]) -> Iterator[None]:
     """Meanwhile each failure of a rank that is followed by a restart is said in a line."""
     given = [flag.partition("=")[2] for flag in flags if flag.startswith("--max-restarts=")]
     number = (given or [os.environ.get("PET_MAX_RESTARTS", "")])[-1]
-    failures = _Failures(int(number) if number.isdigit() else 0)
+    alone = bool(_alone(flags))
+    failures = _Failures(int(number) if number.isdigit() else 0, alone=alone)
     logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
     logger.addFilter(failures)
     try:

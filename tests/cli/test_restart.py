@@ -104,7 +104,7 @@ def test_a_killed_rank_is_restarted_from_the_newest_checkpoint(tmp_path: Path, p
     assert sorted(step for step, _ in whole) == list("123456")
     assert _printed(out) == whole  # bitwise, also what both lives did
     assert "step-00000003, step 3" in error
-    named = "rank 1 ended first, with signal SIGKILL: all ranks of this machine start anew (1 of 1"
+    named = "rank 1 ended first, with signal SIGKILL: all ranks start anew (1 of 1"
     assert error.count(named) == error.count("ended first") == 1
     assert "exitcode" not in error  # torch's own lines about it
     assert sorted(p.name for p in (tmp_path / "killed").iterdir()) == [

@@ -220,7 +220,8 @@ error[GA404]: at step 0 the batch of rank 1 has other inputs or shapes than rank
   why:  every rank is given the global batch and takes its own part of it
   help: seed the shuffling alike on every rank:  torch.manual_seed(0)
   help: and remove the DistributedSampler:  DataLoader(dataset, batch_size=..., shuffle=True)
-  explain: graphaccel explain GA404"""
+  help: or keep the sampler, and say that each rank reads its own rows:  optimize(..., batch="local")
+  explain: graphaccel explain GA404"""  # noqa: E501
     )
 
 

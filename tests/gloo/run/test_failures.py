@@ -135,6 +135,7 @@ error[GA404]: at step 0 the batch of rank 1 differs from rank 0's
   why:  every rank is given the global batch and takes its own part of it
   help: seed the shuffling alike on every rank:  torch.manual_seed(0)
   help: and remove the DistributedSampler:  DataLoader(dataset, batch_size=..., shuffle=True)
+  help: or keep the sampler, and say that each rank reads its own rows:  optimize(..., batch="local")
   explain: graphaccel explain GA404"""
     with refused(errors.BatchesDiffer, text, model, optimizer):
         model(*small_batch(seed=dist.get_rank()))
