@@ -28,7 +28,7 @@ from torch import Tensor, fx
 from benchmarks.shared.common import RESULTS
 from graphaccel.compat.torch.fakes import FakeTensorMode
 from graphaccel.ir.values import propagate
-from graphaccel.ort.builder import MICROSOFT, Builder, Declined, Value
+from graphaccel.ort.builder import MICROSOFT, Builder, Declined, OnnxValue
 from graphaccel.ort.kernels import PLAIN, Kernels, installed
 from graphaccel.ort.session import Region, Sessions
 from graphaccel.ort.translate import Port, RegionModel, translate
@@ -48,39 +48,48 @@ class Case:
 
     target: Any  # None: the two calls from the loss to the logits
     arguments: Callable[[], tuple[Any, ...]]
-    kernel: Callable[..., list[Value]]
+    kernel: Callable[..., list[OnnxValue]]
     keywords: Mapping[str, Any] = field(default_factory=dict)
     take: Sequence[int] = (0,)
 
 
-def _one(kind: str, **attributes: Any) -> Callable[..., list[Value]]:
+def _one(kind: str, **attributes: Any) -> Callable[..., list[OnnxValue]]:
     """The kernel on the tensors of the call, with the result of the first's shape."""
 
-    def kernel(b: Builder, *given: Value) -> list[Value]:
+    def kernel(b: Builder, *given: OnnxValue) -> list[OnnxValue]:
         return [b.op(kind, *given, domain=MICROSOFT, **attributes)]
 
     return kernel
 
 
-def _layer_norm(b: Builder, grad: Value, x: Value, mean: Value, scale: Value, weight: Value,
-                bias: Value) -> list[Value]:  # fmt: skip
+def _layer_norm(
+    b: Builder,
+    grad: OnnxValue,
+    x: OnnxValue,
+    mean: OnnxValue,
+    scale: OnnxValue,
+    weight: OnnxValue,
+    bias: OnnxValue,
+) -> list[OnnxValue]:
     results = [(v.shape, v.dtype) for v in (x, weight, weight)]
     given = (grad, x, weight, mean, scale)
     return b.ops("LayerNormalizationGrad", *given, results=results, domain=MICROSOFT, axis=-1)
 
 
-def _dropout(b: Builder, grad: Value, mask: Value) -> list[Value]:
+def _dropout(b: Builder, grad: OnnxValue, mask: OnnxValue) -> list[OnnxValue]:
     return [b.op("DropoutGrad", grad, mask, b.constant(0.1, torch.float32), domain=MICROSOFT)]
 
 
-def _loss(b: Builder, grad: Value, y: Value, target: Value, total: Value) -> list[Value]:
+def _loss(
+    b: Builder, grad: OnnxValue, y: OnnxValue, target: OnnxValue, total: OnnxValue
+) -> list[OnnxValue]:
     """From log-probabilities to the gradient of logits: two calls of the graph in one."""
     settings: dict[str, Any] = {"reduction": "mean", "ignore_index": -100}
     name = "SoftmaxCrossEntropyLossGrad"
     return [b.op(name, grad, y, target, shape=y.shape, domain=MICROSOFT, **settings)]
 
 
-def _embedding(b: Builder, grad: Value, tokens: Value) -> list[Value]:
+def _embedding(b: Builder, grad: OnnxValue, tokens: OnnxValue) -> list[OnnxValue]:
     shape = (VOCABULARY, WIDTH)
     sizes = b.integers(shape)
     return [b.op("GatherGrad", sizes, tokens, grad, shape=shape, dtype=grad.dtype, domain=MICROSOFT,
@@ -198,7 +207,7 @@ def _graph(case: Case, arguments: tuple[Any, ...]) -> tuple[fx.GraphModule, list
 
 def _by_kernel(case: Case, tensors: Sequence[Tensor], kernels: Kernels) -> RegionModel:
     builder = Builder(kernels, training=True)
-    given = [Value(f"i{n}", t.dtype, tuple(t.shape)) for n, t in enumerate(tensors)]
+    given = [OnnxValue(f"i{n}", t.dtype, tuple(t.shape)) for n, t in enumerate(tensors)]
     builder.values |= {v.name: v for v in given}
     made = builder.name_outputs(case.kernel(builder, *given))
     content = builder.model(given, made).SerializeToString(deterministic=True)

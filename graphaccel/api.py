@@ -57,7 +57,7 @@ from graphaccel.runtime.broadcast import same_on_all_ranks
 from graphaccel.runtime.deferred import initial_values
 from graphaccel.runtime.environment import join_job
 from graphaccel.runtime.inductor.compile import here
-from graphaccel.runtime.init_tape import Record
+from graphaccel.runtime.init_tape import InitTape
 from graphaccel.runtime.launch import check_devices, ensure_launched
 from graphaccel.runtime.module import attach
 from graphaccel.runtime.parameters.sharded_optimizer import is_elementwise
@@ -188,7 +188,7 @@ def optimize(
     return model if optimizer is None else (model, optimizer)
 
 
-def _attach(run: Run, initial: Record | None, example_batch: Any) -> None:
+def _attach(run: Run, initial: InitTape | None, example_batch: Any) -> None:
     """Make the model run under a plan: prepared now where there is an example batch, else at the
     first training batch."""
     handle, device = Handle(run, initial), run.settings.device

@@ -39,7 +39,7 @@ from graphaccel.report.throughput import throughput_of
 from graphaccel.runtime.agreement import BACKWARD, EVALUATE, PLAN, STATE, TRAIN
 from graphaccel.runtime.broadcast import refuse_other_weights
 from graphaccel.runtime.dropped import drop_left
-from graphaccel.runtime.init_tape import Record
+from graphaccel.runtime.init_tape import InitTape
 from graphaccel.runtime.loss_guard import LossGuard
 from graphaccel.runtime.module import HandOut, detach, original_class
 from graphaccel.runtime.parameters.gather_for_reading import Reading
@@ -55,7 +55,7 @@ class Handle:
     """`model.graphaccel`: the plan, its predictions, and reports. Available after the first batch,
     or immediately if an example batch was given."""
 
-    def __init__(self, run: Run, initial: Record | None = None) -> None:
+    def __init__(self, run: Run, initial: InitTape | None = None) -> None:
         """initial: how to initialise a model on the meta device."""
         self._run, self._initial = run, initial
         rank = dist.get_rank() if run.settings.devices > 1 else 0

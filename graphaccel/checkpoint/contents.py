@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from graphaccel.errors import GraphMisuse
 from graphaccel.runtime.module import original_class
-from graphaccel.runtime.parameters.layout import Layout
+from graphaccel.runtime.parameters.layout import ShardLayout
 from graphaccel.runtime.parameters.remote import RemoteTensor
 from graphaccel.runtime.parameters.sharded import ShardTensor
 from graphaccel.runtime.session import Session
@@ -109,7 +109,7 @@ class Contents:
         pairs = zip(self.names(optimizer), optimizer.param_groups, strict=True)
         return {n: p for names, g in pairs for n, p in zip(names, g["params"], strict=True)}
 
-    def layouts(self) -> dict[int, Layout]:
+    def layouts(self) -> dict[int, ShardLayout]:
         """Identity of a parameter → the layout of its optimizer state, where that is sharded."""
         session = self.session
         if session is None:
@@ -183,7 +183,7 @@ def target(
 class Target:
     """Where optimizer state belongs. on_host: the plan keeps it there."""
 
-    layouts: Mapping[int, Layout]
+    layouts: Mapping[int, ShardLayout]
     on_host: bool
 
     def device(self, optimizer: Optimizer, p: Tensor, key: str, shape: torch.Size) -> Any:
@@ -193,7 +193,7 @@ class Target:
         return "cpu" if counts or (self.on_host and len(shape) > 0) else p.device
 
 
-def _shard(value: Tensor, layout: Layout | None) -> Tensor:
+def _shard(value: Tensor, layout: ShardLayout | None) -> Tensor:
     """A tensor of state as a shard, where it has the shape of one."""
     if layout is None or value.dim() == 0 or value.shape != layout.local_shape:
         return value

@@ -24,7 +24,7 @@ from graphaccel.runtime.agreement import PLAN
 from graphaccel.runtime.cuda_graphs import Recorder, recorder_for
 from graphaccel.runtime.deferred import RECORD
 from graphaccel.runtime.inductor.compile import check_compiler
-from graphaccel.runtime.init_tape import Record
+from graphaccel.runtime.init_tape import InitTape
 from graphaccel.runtime.loss_scale import LossScale
 from graphaccel.runtime.mesh import build_mesh
 from graphaccel.runtime.parameters.state import stage_meshes
@@ -35,7 +35,7 @@ from graphaccel.runtime.session import Session
 def prepare(
     run: Run,
     batch: Batch,
-    initial: Record | None,
+    initial: InitTape | None,
     planned: Callable[[], None],
     *,
     example: bool,

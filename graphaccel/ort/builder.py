@@ -44,7 +44,7 @@ class Declined(Exception):
 
 
 @dataclass(frozen=True)
-class Value:
+class OnnxValue:
     """A tensor in the ONNX graph."""
 
     name: str
@@ -57,7 +57,7 @@ class Value:
         return prod(self.shape) * self.dtype.itemsize
 
 
-HasKernel: TypeAlias = Callable[[onnx.NodeProto, Sequence[Value], Sequence[Value]], bool]
+HasKernel: TypeAlias = Callable[[onnx.NodeProto, Sequence[OnnxValue], Sequence[OnnxValue]], bool]
 Arguments: TypeAlias = Mapping[str, Any]
 Translate: TypeAlias = Callable[["Builder", fx.Node, Arguments], Any]
 Translations: TypeAlias = Mapping[Any, Translate]
@@ -72,26 +72,26 @@ class Builder:
 
     def __init__(self, has_kernel: HasKernel | None = None, *, training: bool = False) -> None:
         self.nodes: list[onnx.NodeProto] = []
-        self.values: dict[str, Value] = {}
+        self.values: dict[str, OnnxValue] = {}
         self.initializers: dict[str, onnx.TensorProto] = {}
         self.training = training
         self.scope = ""
         self._has_kernel = has_kernel
-        self._constants: dict[Any, Value] = {}
-        self._transposes: dict[tuple[str, tuple[int, ...]], Value] = {}
-        self._transposed: dict[str, tuple[Value, tuple[int, ...]]] = {}
+        self._constants: dict[Any, OnnxValue] = {}
+        self._transposes: dict[tuple[str, tuple[int, ...]], OnnxValue] = {}
+        self._transposed: dict[str, tuple[OnnxValue, tuple[int, ...]]] = {}
 
     # ---- nodes
 
     def op(
         self,
         kind: str,
-        *inputs: Value | None,
+        *inputs: OnnxValue | None,
         shape: Sequence[int] | None = None,
         dtype: torch.dtype | None = None,
         domain: str = "",
         **attributes: Any,
-    ) -> Value:
+    ) -> OnnxValue:
         """Add a node with one result; shape and dtype default to those of the first input."""
         first = next(i for i in inputs if i is not None)
         result = (
@@ -103,13 +103,15 @@ class Builder:
     def ops(
         self,
         kind: str,
-        *inputs: Value | None,
+        *inputs: OnnxValue | None,
         results: Sequence[tuple[Sequence[int], torch.dtype]],
         domain: str = "",
         **attributes: Any,
-    ) -> list[Value]:
+    ) -> list[OnnxValue]:
         """Add a node with several results, given as (shape, dtype). Raises Declined."""
-        built = [Value(f"v{len(self.values) + i}", d, tuple(s)) for i, (s, d) in enumerate(results)]
+        built = [
+            OnnxValue(f"v{len(self.values) + i}", d, tuple(s)) for i, (s, d) in enumerate(results)
+        ]
         node = helper.make_node(
             kind,
             [i.name if i is not None else "" for i in inputs],
@@ -126,39 +128,39 @@ class Builder:
         self.values |= {m.name: m for m in built}
         return built
 
-    def can(self, kind: str, *inputs: Value, domain: str = MICROSOFT, outputs: int = 1) -> bool:
+    def can(self, kind: str, *inputs: OnnxValue, domain: str = MICROSOFT, outputs: int = 1) -> bool:
         """Whether the build has a training kernel `kind` for these inputs."""
         if not self.training or self._has_kernel is None:
             return False
-        built = [Value(f"probe{i}", inputs[0].dtype, inputs[0].shape) for i in range(outputs)]
+        built = [OnnxValue(f"probe{i}", inputs[0].dtype, inputs[0].shape) for i in range(outputs)]
         names = [i.name for i in inputs]
         node = helper.make_node(kind, names, [m.name for m in built], domain=domain)
         return self._has_kernel(node, inputs, built)
 
-    def constant(self, value: Any, dtype: torch.dtype) -> Value:
+    def constant(self, value: Any, dtype: torch.dtype) -> OnnxValue:
         """A scalar or a (nested) list as an initializer; equal ones are shared."""
         array = np.asarray(value)
         key = (array.tobytes(), array.shape, str(array.dtype), dtype)
         if key not in self._constants:
             tensor = torch.from_numpy(np.array(array)).to(dtype)
-            built = Value(f"c{len(self._constants)}", dtype, tuple(tensor.shape))
+            built = OnnxValue(f"c{len(self._constants)}", dtype, tuple(tensor.shape))
             self.initializers[built.name] = _tensor_proto(built.name, tensor)
             self.values[built.name] = self._constants[key] = built
         return self._constants[key]
 
-    def integers(self, values: Sequence[int]) -> Value:
+    def integers(self, values: Sequence[int]) -> OnnxValue:
         """An int64 vector: shapes, axes, indices."""
         return self.constant(np.asarray(list(values), dtype=np.int64), torch.int64)
 
     # ---- shapes
 
-    def reshape(self, x: Value, shape: Sequence[int]) -> Value:
+    def reshape(self, x: OnnxValue, shape: Sequence[int]) -> OnnxValue:
         """The same elements in another shape."""
         if tuple(shape) == x.shape:
             return x
         return self.op("Reshape", x, self.integers(shape), shape=shape)
 
-    def transpose(self, x: Value, order: Sequence[int]) -> Value:
+    def transpose(self, x: OnnxValue, order: Sequence[int]) -> OnnxValue:
         """Permute dims; two consecutive transposes become one, or none if they cancel."""
         if x.name in self._transposed:
             source, before = self._transposed[x.name]
@@ -173,18 +175,18 @@ class Builder:
         self._transposes[x.name, tuple(order)] = built
         return built
 
-    def untransposed(self, x: Value) -> tuple[Value, bool]:
+    def untransposed(self, x: OnnxValue) -> tuple[OnnxValue, bool]:
         """(the matrix that `x` is the transpose of, True), or (x, False)."""
         source, order = self._transposed.get(x.name, (x, ()))
         return (source, True) if order == (1, 0) else (x, False)
 
-    def expand(self, x: Value, shape: Sequence[int]) -> Value:
+    def expand(self, x: OnnxValue, shape: Sequence[int]) -> OnnxValue:
         """Broadcast to `shape`."""
         if tuple(shape) == x.shape:
             return x
         return self.op("Expand", x, self.integers(shape), shape=shape)
 
-    def slice(self, x: Value, dim: int, start: int, stop: int, step: int = 1) -> Value:
+    def slice(self, x: OnnxValue, dim: int, start: int, stop: int, step: int = 1) -> OnnxValue:
         """x[..., start:stop:step, ...]; bounds within the dim."""
         if (start, stop, step) == (0, x.shape[dim], 1):
             return x
@@ -193,7 +195,7 @@ class Builder:
         bounds = [self.integers([n]) for n in (start, stop, dim, step)]
         return self.op("Slice", x, *bounds, shape=shape)
 
-    def concat(self, xs: Sequence[Value], dim: int) -> Value:
+    def concat(self, xs: Sequence[OnnxValue], dim: int) -> OnnxValue:
         """Concatenate along a dim."""
         xs = [x for x in xs if x.shape[dim]]
         if len(xs) == 1:
@@ -204,16 +206,18 @@ class Builder:
 
     # ---- arithmetic
 
-    def cast(self, x: Value, dtype: torch.dtype) -> Value:
+    def cast(self, x: OnnxValue, dtype: torch.dtype) -> OnnxValue:
         """Cast to another dtype."""
         return x if x.dtype == dtype else self.op("Cast", x, dtype=dtype, to=ELEMENT[dtype])
 
-    def binary(self, kind: str, x: Value, y: Value, dtype: torch.dtype | None = None) -> Value:
+    def binary(
+        self, kind: str, x: OnnxValue, y: OnnxValue, dtype: torch.dtype | None = None
+    ) -> OnnxValue:
         """An elementwise node on two broadcast inputs."""
         shape = torch.broadcast_shapes(x.shape, y.shape)
         return self.op(kind, x, y, shape=shape, dtype=dtype)
 
-    def where(self, condition: Value, x: Value, y: Value) -> Value:
+    def where(self, condition: OnnxValue, x: OnnxValue, y: OnnxValue) -> OnnxValue:
         """Elementwise choice, broadcast."""
         shape = torch.broadcast_shapes(condition.shape, x.shape, y.shape)
         if x.dtype == torch.bool:  # no kernel: use logical ops
@@ -222,7 +226,7 @@ class Builder:
             return self.expand(self.binary("Or", keep, other), shape)
         return self.op("Where", condition, x, y, shape=shape, dtype=x.dtype)
 
-    def reduce(self, kind: str, x: Value, dims: Sequence[int], keep: bool) -> Value:
+    def reduce(self, kind: str, x: OnnxValue, dims: Sequence[int], keep: bool) -> OnnxValue:
         """ReduceSum and similar over `dims` (none: nothing is reduced)."""
         if not dims:
             return x
@@ -231,7 +235,7 @@ class Builder:
         shape = kept if keep else [n for i, n in enumerate(x.shape) if i not in dims]
         return self.op(kind, x, self.integers(dims), shape=shape, keepdims=int(keep))
 
-    def matmul(self, x: Value, y: Value) -> Value:
+    def matmul(self, x: OnnxValue, y: OnnxValue) -> OnnxValue:
         """Matmul over the last two dims; a transposed matrix is read as stored."""
         shape = [*torch.broadcast_shapes(x.shape[:-2], y.shape[:-2]), x.shape[-2], y.shape[-1]]
         if len(x.shape) == len(y.shape) == 2:
@@ -241,19 +245,19 @@ class Builder:
                 return self.op("Gemm", left, right, shape=shape, **flags)
         return self.op("MatMul", x, y, shape=shape)
 
-    def scalar(self, value: Any, like: Value) -> Value:
+    def scalar(self, value: Any, like: OnnxValue) -> OnnxValue:
         """A number as a Value in the dtype of `like`."""
         return self.constant(value, like.dtype)
 
     # ---- the model
 
-    def name_outputs(self, values: Sequence[Value]) -> list[Value]:
+    def name_outputs(self, values: Sequence[OnnxValue]) -> list[OnnxValue]:
         """Name them o0, o1, ...; a value that is an input, or already an output, is copied."""
         built = {name for node in self.nodes for name in node.output}
         names: dict[str, str] = {}
         results = []
         for number, value in enumerate(values):
-            result = Value(f"o{number}", value.dtype, value.shape)
+            result = OnnxValue(f"o{number}", value.dtype, value.shape)
             self.values[result.name] = result
             results.append(result)
             if value.name in built and value.name not in names:
@@ -267,7 +271,7 @@ class Builder:
                     places[i] = names.get(name, name)
         return results
 
-    def model(self, inputs: Sequence[Value], outputs: Sequence[Value]) -> onnx.ModelProto:
+    def model(self, inputs: Sequence[OnnxValue], outputs: Sequence[OnnxValue]) -> onnx.ModelProto:
         """The model, without unused nodes."""
         needed = {o.name for o in outputs}
         kept: list[onnx.NodeProto] = []
@@ -291,7 +295,7 @@ class Builder:
         )
 
 
-def _info(value: Value) -> onnx.ValueInfoProto:
+def _info(value: OnnxValue) -> onnx.ValueInfoProto:
     return helper.make_tensor_value_info(value.name, ELEMENT[value.dtype], list(value.shape))
 
 

@@ -16,7 +16,7 @@ import onnx
 import torch
 from onnx import helper
 
-from graphaccel.ort.builder import ELEMENT, IR_VERSION, OPSET, Value
+from graphaccel.ort.builder import ELEMENT, IR_VERSION, OPSET, OnnxValue
 
 TRAINING, PLAIN = "training", "plain"
 
@@ -35,7 +35,7 @@ class Kernels:
         return f"{self.build} {self.version}"
 
     def __call__(
-        self, node: onnx.NodeProto, inputs: Sequence[Value], outputs: Sequence[Value]
+        self, node: onnx.NodeProto, inputs: Sequence[OnnxValue], outputs: Sequence[OnnxValue]
     ) -> bool:
         """Whether a session with this node can be created."""
         if _unsound(node) and any(i.dtype == torch.float16 for i in inputs):
@@ -51,7 +51,7 @@ class Kernels:
         if dtype != torch.bfloat16:
             return True
         if dtype not in self.known:
-            x, y = Value("x", dtype, (1,)), Value("y", dtype, (1,))
+            x, y = OnnxValue("x", dtype, (1,)), OnnxValue("y", dtype, (1,))
             node = helper.make_node("Identity", ["x"], ["y"])
             self.known[dtype] = _refusal(node, [x], [y], bind=True)
         return not self.known[dtype]
@@ -90,7 +90,10 @@ def _unsound(node: onnx.NodeProto) -> bool:
 
 
 def _refusal(
-    node: onnx.NodeProto, inputs: Sequence[Value], outputs: Sequence[Value], bind: bool = False
+    node: onnx.NodeProto,
+    inputs: Sequence[OnnxValue],
+    outputs: Sequence[OnnxValue],
+    bind: bool = False,
 ) -> str:
     """Why the build cannot run a node, "" if it can. bind: also bind its inputs in place."""
     runtime = importlib.import_module("onnxruntime")

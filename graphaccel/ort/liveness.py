@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from onnx import GraphProto
 
-from graphaccel.ort.builder import Value
+from graphaccel.ort.builder import OnnxValue
 
 # The result is a view of the first input.
 _VIEWS = {"Reshape", "Identity"}
@@ -17,7 +17,7 @@ _IN_PLACE = {
 }  # fmt: skip
 
 
-def scratch_bytes(graph: GraphProto, values: Mapping[str, Value]) -> int:
+def scratch_bytes(graph: GraphProto, values: Mapping[str, OnnxValue]) -> int:
     """Peak bytes of inner values while the graph runs node by node."""
     outputs = {o.name for o in graph.output}
     outside = {i.name for i in graph.input} | {t.name for t in graph.initializer}

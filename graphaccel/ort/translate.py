@@ -23,7 +23,7 @@ from torch.fx.node import map_arg
 from graphaccel.ir.calls import is_random
 from graphaccel.ir.text import target_text
 from graphaccel.ir.values import operands, tensors_of
-from graphaccel.ort.builder import ELEMENT, Builder, Declined, Value
+from graphaccel.ort.builder import ELEMENT, Builder, Declined, OnnxValue
 from graphaccel.ort.kernels import TRAINING, Kernels
 from graphaccel.ort.liveness import scratch_bytes
 from graphaccel.ort.ops.table import TRANSLATIONS, arguments
@@ -130,7 +130,7 @@ def translate(
     ports, given = [], []
     for number, (node, tensor) in enumerate(inputs.items()):
         port = _port(tensor)
-        value = Value(f"i{number}", port.dtype, port.shape)
+        value = OnnxValue(f"i{number}", port.dtype, port.shape)
         builder.values[value.name] = value
         ports.append(port)
         given.append(value)
@@ -179,8 +179,8 @@ def _listed(built: Any) -> list[Any]:
 def _stand_in(builder: Builder, node: fx.Node) -> Any:
     """Inputs for a call that is tried by itself."""
 
-    def value(tensor: Any) -> Value:
-        built = Value(f"s{len(builder.values)}", tensor.dtype, tuple(tensor.shape))
+    def value(tensor: Any) -> OnnxValue:
+        built = OnnxValue(f"s{len(builder.values)}", tensor.dtype, tuple(tensor.shape))
         builder.values[built.name] = built
         return built
 
@@ -208,6 +208,6 @@ def _port(tensor: torch.Tensor) -> Port:
     return Port(tensor.dtype, tuple(tensor.shape[d] for d in order), order)
 
 
-def _restored(builder: Builder, value: Value, port: Port) -> Value:
+def _restored(builder: Builder, value: OnnxValue, port: Port) -> OnnxValue:
     """The tensor with its dims in torch's order."""
     return builder.transpose(value, port.back) if port.order else value

@@ -33,7 +33,7 @@ from graphaccel.proof.overflow import refuse_overflow
 from graphaccel.proof.results import Results, shown
 from graphaccel.proof.sums import Sums, sums_of
 from graphaccel.runtime.mesh import Mesh
-from graphaccel.runtime.parameters.layout import Layout
+from graphaccel.runtime.parameters.layout import ShardLayout
 
 SECONDS = 10.0
 """The whole first batch is run on one device if that takes at most this long, by the plan's
@@ -65,7 +65,7 @@ class Given:
     loss: Tensor | None
     outputs: Mapping[int, Tensor]
     gradients: Mapping[str, Tensor]
-    layouts: Mapping[str, Layout]
+    layouts: Mapping[str, ShardLayout]
     buffers: Mapping[str, Tensor]
     inputs: Mapping[int, Tensor] = field(default_factory=dict)
 

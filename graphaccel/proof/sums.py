@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from graphaccel.runtime.parameters.layout import Layout
+from graphaccel.runtime.parameters.layout import ShardLayout
 
 _TILE = 8191
 """Elements of the direction that repeat: a prime, so that no dim is a multiple of it."""
@@ -17,7 +17,7 @@ _TILE = 8191
 Sums = tuple[float, float]
 
 
-def sums_of(tensor: Tensor, layout: Layout | None = None) -> Sums:
+def sums_of(tensor: Tensor, layout: ShardLayout | None = None) -> Sums:
     """(squared norm, dot product with the direction) of a tensor, or of this rank's shard."""
     flat = tensor.detach().reshape(-1)
     tile = _tile(flat.device)

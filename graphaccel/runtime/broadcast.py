@@ -27,7 +27,7 @@ from graphaccel.progress import progress
 from graphaccel.runtime import digest
 from graphaccel.runtime.deferred import share_record
 from graphaccel.runtime.execution.failures import cause_of
-from graphaccel.runtime.init_tape import Record
+from graphaccel.runtime.init_tape import InitTape
 
 log = logging.getLogger("graphaccel.runtime")
 
@@ -36,7 +36,10 @@ _LONGEST = timedelta(days=7)
 
 
 def same_on_all_ranks(
-    model: nn.Module, count: int, initial: Record | None = None, device: torch.device | None = None
+    model: nn.Module,
+    count: int,
+    initial: InitTape | None = None,
+    device: torch.device | None = None,
 ) -> None:
     """Give every rank the weights and random state of rank 0: replicas and shuffles must not
     differ. Prints a line where weights differed on some rank.

@@ -23,7 +23,7 @@ from graphaccel.compat.torch.fakes import FakeTensor, FakeTensorMode, UnknownVal
 from graphaccel.compat.torch.modes import TorchDispatchMode, without_modes
 from graphaccel.compat.torch.tensors import storage_key
 from graphaccel.errors import CannotInitialise, GraphMisuse
-from graphaccel.runtime.init_tape import Call, Record, Ref, ref_of
+from graphaccel.runtime.init_tape import InitCall, InitTape, TensorRef, ref_of
 
 aten = torch.ops.aten
 # In place, and overwrites the tensor without reading it.
@@ -56,7 +56,9 @@ def deferred(build: Callable[[], nn.Module]) -> nn.Module:
     return model
 
 
-def initial_values(model: nn.Module, build: Callable[[], nn.Module] | None = None) -> Record | None:
+def initial_values(
+    model: nn.Module, build: Callable[[], nn.Module] | None = None
+) -> InitTape | None:
     """How a model on the meta device is initialised; None for one that has its weights.
 
     build: makes the model anew. Without it: what `deferred` has recorded; and a Hugging Face model
@@ -105,7 +107,7 @@ def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     ]
 
 
-def _check_same(model: nn.Module, built: Record) -> None:
+def _check_same(model: nn.Module, built: InitTape) -> None:
     """Raise unless every tensor of the model was recorded, with the same shape and dtype."""
     for name, tensor in _tensors(model):
         ref = built.tensors.get(name)
@@ -132,14 +134,14 @@ def _is_meta(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_meta
 
 
-def record(build: Callable[[], nn.Module], name: str = "Model") -> tuple[nn.Module, Record]:
+def record(build: Callable[[], nn.Module], name: str = "Model") -> tuple[nn.Module, InitTape]:
     """Build a model without memory; parameters and buffers are on the meta device. name: of its
     class, for errors.
 
     Other tensors that modules keep as attributes get their values immediately. Raises
     CannotInitialise (GA212) where `build` does something that cannot be recorded.
     """
-    built = Record()
+    built = InitTape()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with mode, _Recorder(built, mode):
@@ -153,7 +155,7 @@ def record(build: Callable[[], nn.Module], name: str = "Model") -> tuple[nn.Modu
     return model, built
 
 
-def share_record(built: Record) -> None:
+def share_record(built: InitTape) -> None:
     """Broadcast rank 0's random states to all ranks. Collective.
 
     Raises CannotInitialise (GA212) where the ranks built different models.
@@ -175,10 +177,12 @@ class _NotRecorded(Exception):
     """Raised for an op that cannot be recorded."""
 
 
-def _settle(model: nn.Module, built: Record) -> None:
+def _settle(model: nn.Module, built: InitTape) -> None:
     """Move every parameter and buffer to the meta device, and compute every other tensor of a
     module."""
-    held: dict[int, tuple[torch.Tensor, Ref, torch.Tensor]] = {}  # the tensor keeps its id() valid
+    held: dict[
+        int, tuple[torch.Tensor, TensorRef, torch.Tensor]
+    ] = {}  # the tensor keeps its id() valid
     for name, tensor in _tensors(model):
         if id(tensor) not in held:
             fake = isinstance(tensor, FakeTensor)
@@ -215,7 +219,7 @@ class _Recorder(TorchDispatchMode):
     used. An op that only reads a tensor's metadata is answered from the tensor.
     """
 
-    def __init__(self, built: Record, mode: FakeTensorMode) -> None:
+    def __init__(self, built: InitTape, mode: FakeTensorMode) -> None:
         super().__init__()
         self.made, self.mode = built, mode
         self._alive: list[Any] = []  # storages, kept alive so that no other one gets the same id
@@ -249,7 +253,7 @@ class _Recorder(TorchDispatchMode):
             args, kwargs = pytree.tree_map_only(torch.Tensor, real, (args, kwargs))
             return func(*args, **kwargs)
 
-    def _argument(self, tensor: torch.Tensor) -> Ref:
+    def _argument(self, tensor: torch.Tensor) -> TensorRef:
         if isinstance(tensor, FakeTensor):
             self._keep(tensor)
             return ref_of(tensor)
@@ -262,7 +266,7 @@ class _Recorder(TorchDispatchMode):
             self._alive.append(tensor.untyped_storage())
 
     def _add(self, func: Any, refs: Any, result: Any, state: torch.Tensor | None) -> None:
-        given = [r for r in pytree.tree_leaves(refs) if isinstance(r, Ref)]
+        given = [r for r in pytree.tree_leaves(refs) if isinstance(r, TensorRef)]
         written = frozenset(r.memory for r in _written(func, *refs))
         known = frozenset(r.memory for r in given)
         out = []
@@ -283,7 +287,9 @@ class _Recorder(TorchDispatchMode):
         reads = frozenset(r.memory for r in given) - fills
         args, kwargs = refs
         self.made.append(
-            Call(func, args, kwargs, tuple(out), reads, written | built, frozenset(fills), state)
+            InitCall(
+                func, args, kwargs, tuple(out), reads, written | built, frozenset(fills), state
+            )
         )
 
     def _draw(self, func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
@@ -293,13 +299,13 @@ class _Recorder(TorchDispatchMode):
         state = (generator or torch.default_generator).get_state()
         fills = func._schema.name.removeprefix("aten::") in _FILLS
 
-        def real(ref: Ref) -> torch.Tensor:
+        def real(ref: TensorRef) -> torch.Tensor:
             if fills and ref is args[0]:
                 return ref.on(torch.UntypedStorage(self.made.sizes[ref.memory]))
             return self.made.value(ref)
 
         with without_modes():
-            real_args, real_kwargs = pytree.tree_map_only(Ref, real, (args, kwargs))
+            real_args, real_kwargs = pytree.tree_map_only(TensorRef, real, (args, kwargs))
             func(*real_args, **real_kwargs)
         return state
 
@@ -311,5 +317,5 @@ def _written(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> list[Any]:
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
             leaves = pytree.tree_leaves(value)
-            results += [x for x in leaves if isinstance(x, (Ref, torch.Tensor))]
+            results += [x for x in leaves if isinstance(x, (TensorRef, torch.Tensor))]
     return results

@@ -26,7 +26,7 @@ from graphaccel.compat.torch.tensors import storage_key
 
 
 @dataclass(frozen=True)
-class Ref:
+class TensorRef:
     """A tensor of the record: which storage it views, and how."""
 
     memory: int
@@ -42,40 +42,40 @@ class Ref:
 
 
 @dataclass(frozen=True)
-class Call:
+class InitCall:
     """One op. reads, writes: storages. fills: the one that it overwrites entirely, if any. state:
     of the generator before it, for an op that draws."""
 
     op: Any
     args: tuple[Any, ...] = field(repr=False)
     kwargs: Mapping[str, Any] = field(repr=False)
-    out: tuple[Ref | None, ...]
+    out: tuple[TensorRef | None, ...]
     reads: frozenset[int]
     writes: frozenset[int]
     fills: frozenset[int]
     state: torch.Tensor | None = field(repr=False)
 
 
-class Record:
+class InitTape:
     """The ops that were recorded while a model was built."""
 
     def __init__(self) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[InitCall] = []
         self.sizes: dict[int, int] = {}  # bytes of each storage
-        self.tensors: dict[str, Ref] = {}  # parameters and buffers by name
+        self.tensors: dict[str, TensorRef] = {}  # parameters and buffers by name
         self._writers: dict[int, list[int]] = {}
         self._constants: dict[int, torch.Tensor] = {}
 
-    def __deepcopy__(self, _memo: Any) -> Record:
+    def __deepcopy__(self, _memo: Any) -> InitTape:
         return self  # a copy of a model is initialised in the same way
 
-    def append(self, call: Call) -> None:
+    def append(self, call: InitCall) -> None:
         """Add an op."""
         for memory in call.writes:
             self._writers.setdefault(memory, []).append(len(self.calls))
         self.calls.append(call)
 
-    def value(self, wanted: str | Ref) -> torch.Tensor:
+    def value(self, wanted: str | TensorRef) -> torch.Tensor:
         """A parameter or buffer by name, or any tensor of the record, on the CPU."""
         ref = self.tensors[wanted] if isinstance(wanted, str) else wanted
         memories: dict[int, torch.UntypedStorage] = {}
@@ -103,9 +103,11 @@ class Record:
                         heapq.heappush(waiting, -n)
         return chosen[::-1]
 
-    def _replay(self, call: Call, memories: dict[int, torch.UntypedStorage]) -> None:
+    def _replay(self, call: InitCall, memories: dict[int, torch.UntypedStorage]) -> None:
         args, kwargs = pytree.tree_map_only(
-            Ref, lambda r: r.on(self._memory(r.memory, memories)), (call.args, dict(call.kwargs))
+            TensorRef,
+            lambda r: r.on(self._memory(r.memory, memories)),
+            (call.args, dict(call.kwargs)),
         )
         result = _drawn(call.op, args, kwargs, call.state)
         for ref, built in zip(call.out, pytree.tree_leaves(result), strict=True):
@@ -124,7 +126,7 @@ class Record:
             )
         return memories[memory]
 
-    def constant(self, tensor: torch.Tensor) -> Ref:
+    def constant(self, tensor: torch.Tensor) -> TensorRef:
         """Record the current values of a tensor that an op reads and that was not created by a
         recorded op."""
         with without_modes():
@@ -147,13 +149,13 @@ class Record:
         numbers: dict[int, int] = {}
         text = hashlib.blake2b(digest_size=16)
 
-        def plain(ref: Ref) -> tuple[Any, ...]:
+        def plain(ref: TensorRef) -> tuple[Any, ...]:
             number = numbers.setdefault(ref.memory, len(numbers))
             return (number, str(ref.dtype), ref.shape, ref.stride, ref.offset)
 
         for call in self.calls:
             kwargs = {k: v for k, v in call.kwargs.items() if k != "generator"}  # sent apart
-            said = pytree.tree_map_only(Ref, plain, (call.args, kwargs, call.out))
+            said = pytree.tree_map_only(TensorRef, plain, (call.args, kwargs, call.out))
             text.update(f"{call.op} {said}".encode())
         return text.hexdigest()
 
@@ -168,8 +170,8 @@ def _drawn(op: Any, args: tuple, kwargs: dict, state: torch.Tensor | None) -> An
     return op(*args, **kwargs)
 
 
-def ref_of(tensor: torch.Tensor, memory: int | None = None) -> Ref:
-    return Ref(
+def ref_of(tensor: torch.Tensor, memory: int | None = None) -> TensorRef:
+    return TensorRef(
         storage_key(tensor) if memory is None else memory,
         tensor.dtype,
         tuple(tensor.shape),

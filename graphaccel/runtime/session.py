@@ -23,10 +23,10 @@ from graphaccel.runtime.execution.external_loss import ExternalLossExecutor, Han
 from graphaccel.runtime.execution.state import Held, StepResult
 from graphaccel.runtime.host_memory.reuse import keep_pages
 from graphaccel.runtime.inductor.compile import StageCompiler
-from graphaccel.runtime.init_tape import Record
+from graphaccel.runtime.init_tape import InitTape
 from graphaccel.runtime.loss_scale import LossScale
 from graphaccel.runtime.mesh import Mesh
-from graphaccel.runtime.parameters.layout import Layout
+from graphaccel.runtime.parameters.layout import ShardLayout
 from graphaccel.runtime.parameters.remote import Elsewhere, RemoteTensor
 from graphaccel.runtime.parameters.sharded import ShardTensor, local_of
 from graphaccel.runtime.parameters.swap import forget_graphs, swap
@@ -77,12 +77,12 @@ class Session:
         self.homes: dict[str, tuple[int, ...]] = {}
         self.groups: tuple[tuple[str, ...], ...] = ()
         self.splits: Mapping[str, tuple[Sharded, ...]] = {}
-        self.parameters: dict[str, Layout] = {}
-        self.gradients: dict[str, Layout] = {}
-        self.states: dict[str, Layout] = {}
+        self.parameters: dict[str, ShardLayout] = {}
+        self.gradients: dict[str, ShardLayout] = {}
+        self.states: dict[str, ShardLayout] = {}
         self._shards: dict[str, torch.Tensor] = {}
         self._executors: dict[int, Executor] = {}
-        self._initial: Record | None = None
+        self._initial: InitTape | None = None
         self._buckets = Buckets(1 if recorder is None else 2)
         self._outside: dict[int, ExternalLossExecutor] = {}
         self._places: dict[str, tuple[bool, int]] = {}
@@ -93,7 +93,7 @@ class Session:
         tied: Mapping[str, str],
         optimizer: Any,
         program: StepProgram,
-        initial: Record | None = None,
+        initial: InitTape | None = None,
     ) -> None:
         """Free what this rank does not hold: parameters and buffers of other stages become
         RemoteTensors in place, those that are stored sharded become ShardTensors.
@@ -215,7 +215,7 @@ class Session:
                 (program.state_splits(name), self.states),
             ):
                 if splits:
-                    layouts[name] = Layout(parameter.shape, splits, self.mesh)
+                    layouts[name] = ShardLayout(parameter.shape, splits, self.mesh)
         self.mesh.ensure(sorted(_all_axes(program, self.mesh)))
         shards: dict[str, torch.Tensor] = {}
         with torch.no_grad():
@@ -242,12 +242,12 @@ class Session:
                 done.add(id(held[name]))
                 _make_sharded(held[name], shards[name], layout)
 
-    def step_layouts(self) -> dict[str, Layout]:
+    def step_layouts(self) -> dict[str, ShardLayout]:
         """Layouts of the optimizer state of every trained parameter here, by one of its names."""
         own = dict(self.model.named_parameters(remove_duplicate=False))
         sharded = {id(own[n]) for n in self.states}
         whole = {
-            n: Layout(p.shape, (), self.mesh)
+            n: ShardLayout(p.shape, (), self.mesh)
             for n, p in own.items()
             if p.requires_grad and self.holds(n) and id(p) not in sharded
         }
@@ -421,7 +421,7 @@ def _make_remote(parameter: nn.Parameter, mesh: Mesh, where: Elsewhere) -> None:
     swap(parameter, remote)
 
 
-def _make_sharded(parameter: nn.Parameter, local: torch.Tensor, layout: Layout) -> None:
+def _make_sharded(parameter: nn.Parameter, local: torch.Tensor, layout: ShardLayout) -> None:
     sharded = nn.Parameter(ShardTensor(local, layout), requires_grad=parameter.requires_grad)
     sharded.local, sharded.sharding = local, layout  # type: ignore[attr-defined]
     if parameter.grad is not None:
@@ -431,7 +431,7 @@ def _make_sharded(parameter: nn.Parameter, local: torch.Tensor, layout: Layout) 
     reregister_hooks(parameter)
 
 
-def _shard_state(parameter: nn.Parameter, layout: Layout, optimizer: Any) -> None:
+def _shard_state(parameter: nn.Parameter, layout: ShardLayout, optimizer: Any) -> None:
     """Keep this rank's shard of optimizer state from steps before the plan."""
     state = {} if optimizer is None else optimizer.state.get(parameter, {})
     for key, value in state.items():

@@ -23,10 +23,10 @@ SHORT = frozenset(
 PLAIN = frozenset(
     "afford alias area attach bisection brief centre chart classified collection condition "
     "consistent control cumulative divisible domain emit ensure examine external forget fuel "
-    "gantt inbox incumbent indivisible internal interrupted interval localise materialise "
+    "gantt inbox incumbent indivisible internal interrupted interval materialise "
     "microsoft mine misfit misuse mutate occupancy outbox packet patience pending perhaps plural "
     "positive presented postprocess reflected retain retry simplify skeleton spare spoil spoilt "
-    "tally timeline title tools translate unsteady upload verb waterfall".split()
+    "tally tape timeline title tools translate unsteady upload verb waterfall".split()
 )
 """Plain words that no prose uses yet."""
 CODE = re.compile(

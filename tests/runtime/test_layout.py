@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from graphaccel.ir.program import Sharded
 from graphaccel.planner.plan.axis_order import AXES, coordinates
 from graphaccel.runtime.mesh import Mesh
-from graphaccel.runtime.parameters.layout import Layout
+from graphaccel.runtime.parameters.layout import ShardLayout
 
 SIZES = {"pipeline": 1, "data": 2, "expert": 1, "context": 1, "tensor": 3}
 
@@ -26,8 +26,8 @@ def layouts(draw: st.DrawFn) -> tuple[torch.Size, tuple[Sharded, ...]]:
     return torch.Size(shape), tuple(splits)
 
 
-def _layout(rank: int, shape: torch.Size, splits: tuple[Sharded, ...]) -> Layout:
-    return Layout(shape, splits, Mesh(rank, SIZES))
+def _layout(rank: int, shape: torch.Size, splits: tuple[Sharded, ...]) -> ShardLayout:
+    return ShardLayout(shape, splits, Mesh(rank, SIZES))
 
 
 @given(layouts())

@@ -138,7 +138,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Call:
+class FunctionCall:
     """A recorded call. args: of its node; a tensor is a `Slot`, its position among the tensors that
     are passed to the op."""
 
@@ -159,7 +159,7 @@ class Calls:
     """The record of one export. marks: results of calls for a hook, with the hook's handle: the
     program returns them last, so that they are part of it."""
 
-    calls: list[Call] = field(default_factory=list)
+    calls: list[FunctionCall] = field(default_factory=list)
     marks: list[tuple[torch.Tensor, Any]] = field(default_factory=list)
 
 

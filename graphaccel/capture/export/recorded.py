@@ -16,7 +16,7 @@ from torch.autograd import Function
 
 from graphaccel.capture.export.python_function import (
     CALLS,
-    Call,
+    FunctionCall,
     PythonFunction,
     Result,
     RuleRefused,
@@ -103,12 +103,12 @@ def _applied(kind: type[Function], args: tuple) -> Any:
         Slot(next(numbers)) if isinstance(x, torch.Tensor) else None if i in places else x
         for i, x in enumerate(args)
     )
-    built = iter(record(Call(target, template, results), tensors))
+    built = iter(record(FunctionCall(target, template, results), tensors))
     rebuilt = [next(built) if isinstance(x, Slot) else x for x in structure[1]]
     return rebuilt[0] if structure[0] is None else tuple(rebuilt)
 
 
-def record(call: Call, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def record(call: FunctionCall, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """The results of a call in the trace, connected to autograd."""
     calls = CALLS.get().calls
     calls.append(call)
@@ -119,7 +119,7 @@ class _Recorded(Function):
     """A recorded call in the autograd graph of the trace, which tracks what has a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, number: int, call: Call, *tensors: torch.Tensor) -> Any:
+    def forward(ctx: Any, number: int, call: FunctionCall, *tensors: torch.Tensor) -> Any:
         built = tuple(python_function()(list(tensors), number))
         fixed = [t for t, r in zip(built, call.results, strict=True) if not r.differentiable]
         ctx.mark_non_differentiable(*fixed)

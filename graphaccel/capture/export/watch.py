@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 
 from graphaccel.capture.export.python_function import (
     CALLS,
-    Call,
     Calls,
+    FunctionCall,
     PythonFunction,
     Result,
     RuleRefused,
@@ -290,7 +290,7 @@ class _Functions(TorchFunctionMode):
         code = getattr(hook, "__code__", None)
         name = "hook" if code is None else f"hook_of_line_{code.co_firstlineno}"
         target = PythonFunction(name, hook)
-        (mark,) = record(Call(target, (Slot(0),), (Result.of(tensor),)), [tensor])
+        (mark,) = record(FunctionCall(target, (Slot(0),), (Result.of(tensor),)), [tensor])
         self._calls.marks.append((mark, handle))
         return handle
 

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import fx
 
-from graphaccel.ort.builder import Arguments, Builder, Declined, Translations, Value
+from graphaccel.ort.builder import Arguments, Builder, Declined, OnnxValue, Translations
 from graphaccel.ort.ops.matmuls import swap_last
 
 aten = torch.ops.aten
 
 
-def _scores(b: Builder, a: Arguments) -> Value:
+def _scores(b: Builder, a: Arguments) -> OnnxValue:
     """q kᵀ scale + mask, [batch, heads, queries, keys]; masked scores are the lowest finite number,
     so that nothing is infinite."""
     q, k, mask = a["query"], a["key"], a["attn_mask"]
@@ -40,7 +40,7 @@ def _scale(a: Arguments) -> float:
     return 1 / math.sqrt(a["query"].shape[-1]) if a["scale"] is None else a["scale"]
 
 
-def _attention(b: Builder, node: fx.Node, a: Arguments) -> list[Value]:
+def _attention(b: Builder, node: fx.Node, a: Arguments) -> list[OnnxValue]:
     """Result and log Σ exp of each row's scores; a row without any key gives zeros, as torch's.
 
     With m the largest score of a row and p its weight: log Σ exp = m - log p.
@@ -58,7 +58,7 @@ def _attention(b: Builder, node: fx.Node, a: Arguments) -> list[Value]:
     return [result, b.reshape(log, scores.shape[:-1])]
 
 
-def _attention_backward(b: Builder, node: fx.Node, a: Arguments) -> list[Value]:
+def _attention_backward(b: Builder, node: fx.Node, a: Arguments) -> list[OnnxValue]:
     grad, out, v = a["grad_out"], a["out"], a["value"]
     scores = _scores(b, a)
     log = b.reshape(a["logsumexp"], [*scores.shape[:-1], 1])

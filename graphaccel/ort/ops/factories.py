@@ -7,28 +7,28 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphaccel.ort.builder import Arguments, Builder, Declined, Translate, Translations, Value
+from graphaccel.ort.builder import Arguments, Builder, Declined, OnnxValue, Translate, Translations
 
 aten = torch.ops.aten
 _LARGEST_RANGE = 1 << 16
 
 
-def _filled(b: Builder, node: fx.Node, number: Any) -> Value:
+def _filled(b: Builder, node: fx.Node, number: Any) -> OnnxValue:
     value = node.meta["val"]
     return b.expand(b.constant(number, value.dtype), tuple(value.shape))
 
 
 def _number(number: float) -> Translate:
-    def translate(b: Builder, node: fx.Node, a: Arguments) -> Value:
+    def translate(b: Builder, node: fx.Node, a: Arguments) -> OnnxValue:
         return _filled(b, node, number)
 
     return translate
 
 
 def _given(name: str) -> Translate:
-    def translate(b: Builder, node: fx.Node, a: Arguments) -> Value:
+    def translate(b: Builder, node: fx.Node, a: Arguments) -> OnnxValue:
         number = a[name]
-        if isinstance(number, Value):
+        if isinstance(number, OnnxValue):
             value = node.meta["val"]
             return b.expand(b.cast(number, value.dtype), tuple(value.shape))
         return _filled(b, node, number)
@@ -36,7 +36,7 @@ def _given(name: str) -> Translate:
     return translate
 
 
-def _arange(b: Builder, node: fx.Node, a: Arguments) -> Value:
+def _arange(b: Builder, node: fx.Node, a: Arguments) -> OnnxValue:
     value = node.meta["val"]
     if value.numel() > _LARGEST_RANGE:
         raise Declined("it would be a large constant")

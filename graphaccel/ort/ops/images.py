@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphaccel.ort.builder import MICROSOFT, Arguments, Builder, Declined, Translations, Value
+from graphaccel.ort.builder import MICROSOFT, Arguments, Builder, Declined, OnnxValue, Translations
 
 aten = torch.ops.aten
 
@@ -31,16 +31,16 @@ def _geometry(a: Arguments) -> dict[str, Any]:
     }
 
 
-def _convolution(b: Builder, node: fx.Node, a: Arguments) -> Value:
+def _convolution(b: Builder, node: fx.Node, a: Arguments) -> OnnxValue:
     given = [v for v in (a["input"], a["weight"], a["bias"]) if v is not None]
     return b.op("Conv", *given, shape=tuple(node.meta["val"].shape), **_geometry(a))
 
 
-def _convolution_backward(b: Builder, node: fx.Node, a: Arguments) -> list[Value | None]:
+def _convolution_backward(b: Builder, node: fx.Node, a: Arguments) -> list[OnnxValue | None]:
     grad, x, weight = a["grad_output"], a["input"], a["weight"]
     geometry = _geometry(a)
     wanted = a["output_mask"]
-    results: list[Value | None] = [None, None, None]
+    results: list[OnnxValue | None] = [None, None, None]
     if wanted[2]:
         rest = [d for d in range(len(grad.shape)) if d != 1]
         results[2] = b.reduce("ReduceSum", grad, rest, False)
@@ -62,7 +62,9 @@ def _convolution_backward(b: Builder, node: fx.Node, a: Arguments) -> list[Value
     return results
 
 
-def _input_gradient(b: Builder, grad: Value, x: Value, weight: Value, geometry: dict) -> Value:
+def _input_gradient(
+    b: Builder, grad: OnnxValue, x: OnnxValue, weight: OnnxValue, geometry: dict
+) -> OnnxValue:
     """The transposed convolution, with output_padding for the elements that the forward's floor
     division dropped."""
     rank = len(x.shape) - 2
@@ -78,7 +80,9 @@ def _input_gradient(b: Builder, grad: Value, x: Value, weight: Value, geometry: 
     return b.op("ConvTranspose", grad, weight, shape=x.shape, output_padding=extra, **geometry)
 
 
-def _weight_gradient(b: Builder, grad: Value, x: Value, weight: Value, geometry: dict) -> Value:
+def _weight_gradient(
+    b: Builder, grad: OnnxValue, x: OnnxValue, weight: OnnxValue, geometry: dict
+) -> OnnxValue:
     """Correlate input and gradient: batch and channels change roles, so do stride and dilation."""
     if geometry["group"] != 1:
         raise Declined("its weight gradient is grouped")
@@ -122,7 +126,7 @@ def _window(a: Arguments, size: str = "kernel_size") -> dict[str, Any]:
     }
 
 
-def _max_pool(b: Builder, node: fx.Node, a: Arguments) -> list[Value]:
+def _max_pool(b: Builder, node: fx.Node, a: Arguments) -> list[OnnxValue]:
     """ONNX counts positions in the whole tensor, torch in one image."""
     x = a["self"]
     if len(x.shape) != 4:
@@ -136,7 +140,7 @@ def _max_pool(b: Builder, node: fx.Node, a: Arguments) -> list[Value]:
     return [result, b.binary("Mod", places, size)]
 
 
-def _max_pool_backward(b: Builder, node: fx.Node, a: Arguments) -> Value:
+def _max_pool_backward(b: Builder, node: fx.Node, a: Arguments) -> OnnxValue:
     x, grad, places = a["self"], a["grad_output"], a["indices"]
     rows = math.prod(x.shape[:-2])  # of images, which may have no batch
     zeros = b.expand(b.constant(0, grad.dtype), [rows, math.prod(x.shape[-2:])])
@@ -146,7 +150,7 @@ def _max_pool_backward(b: Builder, node: fx.Node, a: Arguments) -> Value:
     return b.reshape(built, x.shape)
 
 
-def _average_pool(b: Builder, node: fx.Node, a: Arguments) -> Value:
+def _average_pool(b: Builder, node: fx.Node, a: Arguments) -> OnnxValue:
     if a["divisor_override"] is not None or len(a["self"].shape) != 4:
         raise Declined("it has no batch, or a divisor of its own")
     counted = int(a["count_include_pad"])
@@ -154,7 +158,7 @@ def _average_pool(b: Builder, node: fx.Node, a: Arguments) -> Value:
     return b.op("AveragePool", a["self"], shape=shape, count_include_pad=counted, **_window(a))
 
 
-def _average_pool_backward(b: Builder, node: fx.Node, a: Arguments) -> Value:
+def _average_pool_backward(b: Builder, node: fx.Node, a: Arguments) -> OnnxValue:
     """Each gradient spread evenly over its window: a transposed convolution by 1 / size."""
     x, grad, window = a["self"], a["grad_output"], _window(a)
     padded = any(window["pads"]) and not a["count_include_pad"]
@@ -165,7 +169,7 @@ def _average_pool_backward(b: Builder, node: fx.Node, a: Arguments) -> Value:
     share = b.constant(1 / (kernel[0] * kernel[1]), x.dtype)
     weight = b.expand(share, [1, 1, *kernel])
     grad = b.reshape(grad, [rows, 1, *grad.shape[2:]])
-    image = Value("", x.dtype, (rows, 1, *x.shape[2:]))
+    image = OnnxValue("", x.dtype, (rows, 1, *x.shape[2:]))
     geometry = {**window, "dilations": [1, 1], "group": 1}
     return b.reshape(_input_gradient(b, grad, image, weight, geometry), x.shape)
 

@@ -9,21 +9,21 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphaccel.ort.builder import Arguments, Builder, Declined, Translations, Value
+from graphaccel.ort.builder import Arguments, Builder, Declined, OnnxValue, Translations
 
 aten = torch.ops.aten
 
 
-def _embedding(b: Builder, node: fx.Node, a: Arguments) -> Value:
+def _embedding(b: Builder, node: fx.Node, a: Arguments) -> OnnxValue:
     return _gathered(b, a["weight"], a["indices"], 0)
 
 
-def _gathered(b: Builder, x: Value, index: Value, dim: int) -> Value:
+def _gathered(b: Builder, x: OnnxValue, index: OnnxValue, dim: int) -> OnnxValue:
     shape = [*x.shape[:dim], *index.shape, *x.shape[dim + 1 :]]
     return b.op("Gather", x, index, shape=shape, axis=dim)
 
 
-def _embedding_backward(b: Builder, node: fx.Node, a: Arguments) -> Value:
+def _embedding_backward(b: Builder, node: fx.Node, a: Arguments) -> OnnxValue:
     """Rows of the gradient summed by index; lookups of the padding index contribute nothing."""
     if a["scale_grad_by_freq"]:
         raise Declined("it scales by how often an index occurs")
@@ -38,12 +38,12 @@ def _embedding_backward(b: Builder, node: fx.Node, a: Arguments) -> Value:
     return b.op("ScatterND", zeros, index, grad, reduction="add")
 
 
-def _gather(b: Builder, node: fx.Node, a: Arguments) -> Value:
+def _gather(b: Builder, node: fx.Node, a: Arguments) -> OnnxValue:
     x, index = a["self"], a["index"]
     return b.op("GatherElements", x, index, shape=index.shape, axis=a["dim"] % len(x.shape))
 
 
-def _scatter(b: Builder, node: fx.Node, a: Arguments) -> Value:
+def _scatter(b: Builder, node: fx.Node, a: Arguments) -> OnnxValue:
     x, index = a["self"], a["index"]
     source = a.get("src")
     if source is None:
@@ -54,7 +54,7 @@ def _scatter(b: Builder, node: fx.Node, a: Arguments) -> Value:
     return b.op("ScatterElements", x, index, source, axis=a["dim"] % len(x.shape))
 
 
-def _scatter_add(b: Builder, node: fx.Node, a: Arguments) -> Value:
+def _scatter_add(b: Builder, node: fx.Node, a: Arguments) -> OnnxValue:
     x, index, source = a["self"], a["index"], a["src"]
     for dim, size in enumerate(index.shape):
         source = b.slice(source, dim, 0, size)
@@ -62,25 +62,25 @@ def _scatter_add(b: Builder, node: fx.Node, a: Arguments) -> Value:
     return b.op("ScatterElements", x, index, source, axis=axis, reduction="add")
 
 
-def _index_select(b: Builder, node: fx.Node, a: Arguments) -> Value:
+def _index_select(b: Builder, node: fx.Node, a: Arguments) -> OnnxValue:
     return _gathered(b, a["self"], a["index"], a["dim"] % len(a["self"].shape))
 
 
 def _indexed_dims(indices: Sequence[Any]) -> list[int]:
     """Dims with an index. Raises Declined for masks, whose result has no fixed shape."""
-    if any(isinstance(i, Value) and i.dtype in (torch.bool, torch.uint8) for i in indices):
+    if any(isinstance(i, OnnxValue) and i.dtype in (torch.bool, torch.uint8) for i in indices):
         raise Declined("its result has as many rows as a mask is true")
     return [d for d, i in enumerate(indices) if i is not None]
 
 
-def _joined(b: Builder, indices: Sequence[Value]) -> Value:
+def _joined(b: Builder, indices: Sequence[OnnxValue]) -> OnnxValue:
     """Indices broadcast against one another, stacked on a new last dim."""
     shape = torch.broadcast_shapes(*(i.shape for i in indices))
     parts = [b.cast(b.expand(i, shape), torch.int64) for i in indices]
     return b.concat([b.reshape(p, [*shape, 1]) for p in parts], len(shape))
 
 
-def _index(b: Builder, node: fx.Node, a: Arguments) -> Value:
+def _index(b: Builder, node: fx.Node, a: Arguments) -> OnnxValue:
     """x[i, j, :]: indexed dims moved to the front, gathered, and the remaining dims moved back."""
     x, indices = a["self"], a["indices"]
     dims = _indexed_dims(indices)
@@ -100,7 +100,7 @@ def _index(b: Builder, node: fx.Node, a: Arguments) -> Value:
     return b.transpose(result, [*before, *range(count), *after])
 
 
-def _index_put(b: Builder, node: fx.Node, a: Arguments) -> Value:
+def _index_put(b: Builder, node: fx.Node, a: Arguments) -> OnnxValue:
     x, indices, values = a["self"], a["indices"], a["values"]
     dims = _indexed_dims(indices)
     if dims != list(range(len(dims))):

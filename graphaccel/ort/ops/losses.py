@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from graphaccel.ort.builder import Arguments, Builder, Declined, Translations, Value
+from graphaccel.ort.builder import Arguments, Builder, Declined, OnnxValue, Translations
 
 aten = torch.ops.aten
 MEAN, SUM = 1, 2
 
 
-def _labels(b: Builder, a: Arguments) -> tuple[Value, Value, Value]:
+def _labels(b: Builder, a: Arguments) -> tuple[OnnxValue, OnnxValue, OnnxValue]:
     """(labels with the ignored ones as 0, [N, 1]; whether each counts, [N]; its weight, [N])."""
     x, target = a["self"], a["target"]
     if len(x.shape) != 2:
@@ -26,7 +26,7 @@ def _labels(b: Builder, a: Arguments) -> tuple[Value, Value, Value]:
     return b.reshape(safe, [x.shape[0], 1]), counted, weight
 
 
-def _nll_loss(b: Builder, node: fx.Node, a: Arguments) -> list[Value]:
+def _nll_loss(b: Builder, node: fx.Node, a: Arguments) -> list[OnnxValue]:
     x = a["self"]
     safe, _, weight = _labels(b, a)
     picked = b.op("GatherElements", x, safe, shape=safe.shape, axis=1)
@@ -38,7 +38,7 @@ def _nll_loss(b: Builder, node: fx.Node, a: Arguments) -> list[Value]:
     return [b.binary("Div", loss, total) if a["reduction"] == MEAN else loss, total]
 
 
-def _nll_loss_backward(b: Builder, node: fx.Node, a: Arguments) -> Value:
+def _nll_loss_backward(b: Builder, node: fx.Node, a: Arguments) -> OnnxValue:
     x, grad = a["self"], a["grad_output"]
     safe, _, weight = _labels(b, a)
     if a["reduction"] == MEAN:
@@ -48,18 +48,18 @@ def _nll_loss_backward(b: Builder, node: fx.Node, a: Arguments) -> Value:
     return b.op("ScatterElements", zeros, safe, b.reshape(each, safe.shape), axis=1)
 
 
-def _mse_loss(b: Builder, node: fx.Node, a: Arguments) -> Value:
+def _mse_loss(b: Builder, node: fx.Node, a: Arguments) -> OnnxValue:
     difference = b.binary("Sub", a["self"], a["target"])
     square = b.binary("Mul", difference, difference)
     return _reduced(b, square, a["reduction"])
 
 
-def _reduced(b: Builder, x: Value, reduction: int) -> Value:
+def _reduced(b: Builder, x: OnnxValue, reduction: int) -> OnnxValue:
     kind = {MEAN: "ReduceMean", SUM: "ReduceSum"}.get(reduction)
     return x if kind is None else b.reduce(kind, x, range(len(x.shape)), False)
 
 
-def _mse_loss_backward(b: Builder, node: fx.Node, a: Arguments) -> Value:
+def _mse_loss_backward(b: Builder, node: fx.Node, a: Arguments) -> OnnxValue:
     difference = b.binary("Sub", a["self"], a["target"])
     factor = 2.0 / node.meta["val"].numel() if a["reduction"] == MEAN else 2.0
     grad = b.binary("Mul", a["grad_output"], b.scalar(factor, difference))

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from graphaccel.ort.builder import Arguments, Builder, Translations, Value
+from graphaccel.ort.builder import Arguments, Builder, OnnxValue, Translations
 
 aten = torch.ops.aten
 
 
-def _mm(b: Builder, node: fx.Node, a: Arguments) -> Value:
+def _mm(b: Builder, node: fx.Node, a: Arguments) -> OnnxValue:
     return b.matmul(a["self"], a["mat2"])
 
 
-def _addmm(b: Builder, node: fx.Node, a: Arguments) -> Value:
+def _addmm(b: Builder, node: fx.Node, a: Arguments) -> OnnxValue:
     (left, turn), (right, other) = b.untransposed(a["mat1"]), b.untransposed(a["mat2"])
     return b.op(
         "Gemm",
@@ -31,7 +31,7 @@ def _addmm(b: Builder, node: fx.Node, a: Arguments) -> Value:
     )
 
 
-def _baddbmm(b: Builder, node: fx.Node, a: Arguments) -> Value:
+def _baddbmm(b: Builder, node: fx.Node, a: Arguments) -> OnnxValue:
     product = b.matmul(a["batch1"], a["batch2"])
     if a["alpha"] != 1:
         product = b.binary("Mul", product, b.scalar(a["alpha"], product))
@@ -43,14 +43,14 @@ def _baddbmm(b: Builder, node: fx.Node, a: Arguments) -> Value:
     return b.binary("Add", product, added)
 
 
-def swap_last(b: Builder, x: Value) -> Value:
+def swap_last(b: Builder, x: OnnxValue) -> OnnxValue:
     """Swap the last two dims."""
     order = list(range(len(x.shape)))
     order[-2:] = order[-1], order[-2]
     return b.transpose(x, order)
 
 
-def sum_to(b: Builder, x: Value, shape: Sequence[int]) -> Value:
+def sum_to(b: Builder, x: OnnxValue, shape: Sequence[int]) -> OnnxValue:
     """Sum over dims that were broadcast, so that `x` has `shape` again."""
     extra = len(x.shape) - len(shape)
     x = b.reduce("ReduceSum", x, range(extra), keep=False) if extra else x

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphaccel.ort.builder import MICROSOFT, Arguments, Builder, Declined, Translations, Value
+from graphaccel.ort.builder import MICROSOFT, Arguments, Builder, Declined, OnnxValue, Translations
 
 aten = torch.ops.aten
 
 
 def _statistics(
-    b: Builder, x: Value, dims: Sequence[int], epsilon: float
-) -> tuple[Value, Value, Value]:
+    b: Builder, x: OnnxValue, dims: Sequence[int], epsilon: float
+) -> tuple[OnnxValue, OnnxValue, OnnxValue]:
     """(x - mean, mean, 1 / √(variance + epsilon)), dims kept."""
     mean = b.reduce("ReduceMean", x, dims, True)
     centred = b.binary("Sub", x, mean)
@@ -26,7 +26,7 @@ def _statistics(
     return centred, mean, b.binary("Div", b.scalar(1, x), root)
 
 
-def _layer_norm(b: Builder, node: fx.Node, a: Arguments) -> list[Value]:
+def _layer_norm(b: Builder, node: fx.Node, a: Arguments) -> list[OnnxValue]:
     x, weight, bias = a["input"], a["weight"], a["bias"]
     count = len(a["normalized_shape"])
     # The kernel computes its statistics in float32, which is too imprecise for a float64 backward;
@@ -52,7 +52,7 @@ def _layer_norm(b: Builder, node: fx.Node, a: Arguments) -> list[Value]:
     return [result, mean, scale]
 
 
-def _layer_norm_backward(b: Builder, node: fx.Node, a: Arguments) -> list[Value | None]:
+def _layer_norm_backward(b: Builder, node: fx.Node, a: Arguments) -> list[OnnxValue | None]:
     """With x̂ = (x - mean) r and h = g w: dx = r (h - mean(h) - x̂ mean(h x̂)).
 
     Ba, Kiros, Hinton, Layer Normalization, 2016.
@@ -78,7 +78,7 @@ def _layer_norm_backward(b: Builder, node: fx.Node, a: Arguments) -> list[Value 
         )
     wanted = a["output_mask"]
     unit = b.binary("Mul", b.binary("Sub", x, mean), scale)
-    results: list[Value | None] = [None, None, None]
+    results: list[OnnxValue | None] = [None, None, None]
     if wanted[0]:
         inner = grad if weight is None else b.binary("Mul", grad, weight)
         results[0] = _normalised_backward(b, inner, unit, scale, dims)
@@ -89,13 +89,13 @@ def _layer_norm_backward(b: Builder, node: fx.Node, a: Arguments) -> list[Value 
     return results
 
 
-def _channels(x: Value) -> tuple[list[int], list[int]]:
+def _channels(x: OnnxValue) -> tuple[list[int], list[int]]:
     """The dims over which a channel (dim 1) is normalised, and the shape that broadcasts to it."""
     rest = [d for d in range(len(x.shape)) if d != 1]
     return rest, [1 if d in rest else n for d, n in enumerate(x.shape)]
 
 
-def _batch_norm(b: Builder, node: fx.Node, a: Arguments) -> list[Value]:
+def _batch_norm(b: Builder, node: fx.Node, a: Arguments) -> list[OnnxValue]:
     """Statistics over the batch; running ones are updated with the momentum, the variance unbiased.
 
     Ioffe and Szegedy, Batch Normalization, 2015.
@@ -116,7 +116,7 @@ def _batch_norm(b: Builder, node: fx.Node, a: Arguments) -> list[Value]:
     count = prod(x.shape) // x.shape[1]
     variance = b.binary("Div", total, b.scalar(count - 1, x))
 
-    def moved(old: Value, new: Value) -> Value:
+    def moved(old: OnnxValue, new: OnnxValue) -> OnnxValue:
         kept = b.binary("Mul", old, b.scalar(1 - momentum, old))
         return b.binary("Add", kept, b.binary("Mul", new, b.scalar(momentum, new)))
 
@@ -125,15 +125,15 @@ def _batch_norm(b: Builder, node: fx.Node, a: Arguments) -> list[Value]:
 
 
 def _normalised_backward(
-    b: Builder, grad: Value, unit: Value, scale: Value, dims: Sequence[int]
-) -> Value:
+    b: Builder, grad: OnnxValue, unit: OnnxValue, scale: OnnxValue, dims: Sequence[int]
+) -> OnnxValue:
     """r (g - mean(g) - x̂ mean(g x̂)), means over `dims`: the backward of every normalisation."""
     along = b.reduce("ReduceMean", b.binary("Mul", grad, unit), dims, True)
     rest = b.binary("Sub", grad, b.reduce("ReduceMean", grad, dims, True))
     return b.binary("Mul", b.binary("Sub", rest, b.binary("Mul", unit, along)), scale)
 
 
-def _batch_norm_backward(b: Builder, node: fx.Node, a: Arguments) -> list[Value | None]:
+def _batch_norm_backward(b: Builder, node: fx.Node, a: Arguments) -> list[OnnxValue | None]:
     if not a["train"]:
         raise Declined("it is not in training mode")
     grad, x, weight = a["grad_out"], a["input"], a["weight"]
@@ -141,7 +141,7 @@ def _batch_norm_backward(b: Builder, node: fx.Node, a: Arguments) -> list[Value 
     mean, scale = b.reshape(a["save_mean"], shape), b.reshape(a["save_invstd"], shape)
     unit = b.binary("Mul", b.binary("Sub", x, mean), scale)
     wanted = a["output_mask"]
-    results: list[Value | None] = [None, None, None]
+    results: list[OnnxValue | None] = [None, None, None]
     if wanted[0]:
         inner = grad if weight is None else b.binary("Mul", grad, b.reshape(weight, shape))
         results[0] = _normalised_backward(b, inner, unit, scale, rest)
@@ -152,7 +152,7 @@ def _batch_norm_backward(b: Builder, node: fx.Node, a: Arguments) -> list[Value 
     return results
 
 
-def _group_norm(b: Builder, node: fx.Node, a: Arguments) -> list[Value]:
+def _group_norm(b: Builder, node: fx.Node, a: Arguments) -> list[OnnxValue]:
     """Statistics over each group of channels of each example (Wu and He, 2018)."""
     x, groups = a["input"], a["group"]
     rows = b.reshape(x, [a["N"] * groups, prod(x.shape) // (a["N"] * groups)])
@@ -165,7 +165,7 @@ def _group_norm(b: Builder, node: fx.Node, a: Arguments) -> list[Value]:
     return [result, b.reshape(mean, [a["N"], groups]), b.reshape(scale, [a["N"], groups])]
 
 
-def _group_norm_backward(b: Builder, node: fx.Node, a: Arguments) -> list[Value | None]:
+def _group_norm_backward(b: Builder, node: fx.Node, a: Arguments) -> list[OnnxValue | None]:
     grad, x, weight = a["grad_out"], a["input"], a["weight"]
     count = a["N"] * a["group"]
     flat = [count, prod(x.shape) // count]
@@ -173,7 +173,7 @@ def _group_norm_backward(b: Builder, node: fx.Node, a: Arguments) -> list[Value 
     unit = b.binary("Mul", b.binary("Sub", b.reshape(x, flat), mean), scale)
     rest, shape = _channels(x)
     wanted = a["output_mask"]
-    results: list[Value | None] = [None, None, None]
+    results: list[OnnxValue | None] = [None, None, None]
     if wanted[0]:
         inner = grad if weight is None else b.binary("Mul", grad, b.reshape(weight, shape))
         slope = _normalised_backward(b, b.reshape(inner, flat), unit, scale, [1])
@@ -186,12 +186,12 @@ def _group_norm_backward(b: Builder, node: fx.Node, a: Arguments) -> list[Value 
     return results
 
 
-def _softmax(b: Builder, node: fx.Node, a: Arguments) -> Value:
+def _softmax(b: Builder, node: fx.Node, a: Arguments) -> OnnxValue:
     x = b.cast(a["self"], node.meta["val"].dtype)
     return b.op("Softmax", x, axis=a["dim"] % len(x.shape))
 
 
-def _safe_softmax(b: Builder, node: fx.Node, a: Arguments) -> Value:
+def _safe_softmax(b: Builder, node: fx.Node, a: Arguments) -> OnnxValue:
     """Softmax in which rows that are entirely -inf are 0, not NaN."""
     x = b.cast(a["self"], node.meta["val"].dtype)
     dim = a["dim"] % len(x.shape)
@@ -201,7 +201,7 @@ def _safe_softmax(b: Builder, node: fx.Node, a: Arguments) -> Value:
     return b.where(empty, b.scalar(0, x), b.op("Softmax", x, axis=dim))
 
 
-def softmax_backward(b: Builder, grad: Value, y: Value, dim: int) -> Value:
+def softmax_backward(b: Builder, grad: OnnxValue, y: OnnxValue, dim: int) -> OnnxValue:
     """dx = y (g - Σ g y)."""
     if b.can("SoftmaxGrad_13", grad, y):
         return b.op("SoftmaxGrad_13", grad, y, domain=MICROSOFT, axis=dim)
@@ -210,18 +210,18 @@ def softmax_backward(b: Builder, grad: Value, y: Value, dim: int) -> Value:
     return b.binary("Sub", product, b.binary("Mul", y, total))
 
 
-def _softmax_backward(b: Builder, node: fx.Node, a: Arguments) -> Value:
+def _softmax_backward(b: Builder, node: fx.Node, a: Arguments) -> OnnxValue:
     grad, y = a["grad_output"], a["output"]
     dx = softmax_backward(b, grad, y, a["dim"] % len(y.shape))
     return b.cast(dx, node.meta["val"].dtype)
 
 
-def _log_softmax(b: Builder, node: fx.Node, a: Arguments) -> Value:
+def _log_softmax(b: Builder, node: fx.Node, a: Arguments) -> OnnxValue:
     x = b.cast(a["self"], node.meta["val"].dtype)
     return b.op("LogSoftmax", x, axis=a["dim"] % len(x.shape))
 
 
-def _log_softmax_backward(b: Builder, node: fx.Node, a: Arguments) -> Value:
+def _log_softmax_backward(b: Builder, node: fx.Node, a: Arguments) -> OnnxValue:
     """dx = g - exp(y) Σ g; `LogSoftmaxGrad_13` is slower."""
     grad, y = a["grad_output"], a["output"]
     dim = a["dim"] % len(y.shape)

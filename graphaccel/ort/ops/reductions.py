@@ -8,26 +8,26 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphaccel.ort.builder import Arguments, Builder, Translate, Translations, Value
+from graphaccel.ort.builder import Arguments, Builder, OnnxValue, Translate, Translations
 
 aten = torch.ops.aten
 
 
-def _dims(x: Value, dims: Any) -> list[int]:
+def _dims(x: OnnxValue, dims: Any) -> list[int]:
     if dims is None or (isinstance(dims, (list, tuple)) and not dims):
         return list(range(len(x.shape)))
     return [d % len(x.shape) for d in (dims if isinstance(dims, (list, tuple)) else [dims])]
 
 
 def _reduction(kind: str) -> Translate:
-    def translate(b: Builder, node: fx.Node, a: Arguments) -> Value:
+    def translate(b: Builder, node: fx.Node, a: Arguments) -> OnnxValue:
         x = b.cast(a["self"], node.meta["val"].dtype)
         return b.reduce(kind, x, _dims(x, a.get("dim")), a.get("keepdim", False))
 
     return translate
 
 
-def _mean(b: Builder, node: fx.Node, a: Arguments) -> Value:
+def _mean(b: Builder, node: fx.Node, a: Arguments) -> OnnxValue:
     x = b.cast(a["self"], node.meta["val"].dtype)
     return b.reduce("ReduceMean", x, _dims(x, a.get("dim")), a.get("keepdim", False))
 
@@ -35,7 +35,7 @@ def _mean(b: Builder, node: fx.Node, a: Arguments) -> Value:
 def _truth(kind: str) -> Translate:
     """any or all: the maximum or minimum of 0 and 1."""
 
-    def translate(b: Builder, node: fx.Node, a: Arguments) -> Value:
+    def translate(b: Builder, node: fx.Node, a: Arguments) -> OnnxValue:
         x = a["self"]
         if x.dtype != torch.bool:
             x = b.op("Not", b.binary("Equal", x, b.scalar(0, x), torch.bool))
@@ -46,12 +46,12 @@ def _truth(kind: str) -> Translate:
     return translate
 
 
-def _cumsum(b: Builder, node: fx.Node, a: Arguments) -> Value:
+def _cumsum(b: Builder, node: fx.Node, a: Arguments) -> OnnxValue:
     x = b.cast(a["self"], node.meta["val"].dtype)
     return b.op("CumSum", x, b.constant(a["dim"] % max(1, len(x.shape)), torch.int64))
 
 
-def _variance(b: Builder, node: fx.Node, a: Arguments) -> list[Value]:
+def _variance(b: Builder, node: fx.Node, a: Arguments) -> list[OnnxValue]:
     """Variance and mean: (Σ (x - mean)²) / (n - correction)."""
     x = a["self"]
     dims = _dims(x, a["dim"])
@@ -64,7 +64,7 @@ def _variance(b: Builder, node: fx.Node, a: Arguments) -> list[Value]:
     return [variance, b.reshape(mean, tuple(node.meta["val"][1].shape))]
 
 
-def _log_sum_exp(b: Builder, node: fx.Node, a: Arguments) -> Value:
+def _log_sum_exp(b: Builder, node: fx.Node, a: Arguments) -> OnnxValue:
     x = a["self"]
     return b.reduce("ReduceLogSumExp", x, _dims(x, a["dim"]), a["keepdim"])
 

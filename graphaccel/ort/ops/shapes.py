@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphaccel.ort.builder import Arguments, Builder, Translate, Translations, Value
+from graphaccel.ort.builder import Arguments, Builder, OnnxValue, Translate, Translations
 
 aten = torch.ops.aten
 
@@ -18,24 +18,24 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
     return tuple(node.meta["val"].shape)
 
 
-def _view(b: Builder, node: fx.Node, a: Arguments) -> Value:
+def _view(b: Builder, node: fx.Node, a: Arguments) -> OnnxValue:
     return b.reshape(a["self"], _shape(node))
 
 
-def _same(b: Builder, node: fx.Node, a: Arguments) -> Value:
+def _same(b: Builder, node: fx.Node, a: Arguments) -> OnnxValue:
     return a["self"]
 
 
-def _expand(b: Builder, node: fx.Node, a: Arguments) -> Value:
+def _expand(b: Builder, node: fx.Node, a: Arguments) -> OnnxValue:
     return b.expand(a["self"], _shape(node))
 
 
-def _permute(b: Builder, node: fx.Node, a: Arguments) -> Value:
+def _permute(b: Builder, node: fx.Node, a: Arguments) -> OnnxValue:
     rank = len(a["self"].shape)
     return b.transpose(a["self"], [d % rank for d in a["dims"]])
 
 
-def _transpose(b: Builder, node: fx.Node, a: Arguments) -> Value:
+def _transpose(b: Builder, node: fx.Node, a: Arguments) -> OnnxValue:
     rank = len(a["self"].shape)
     if rank < 2:
         return a["self"]
@@ -51,33 +51,33 @@ def _bounds(size: int, start: Any, stop: Any) -> tuple[int, int]:
     return first, max(first, last)
 
 
-def _slice(b: Builder, node: fx.Node, a: Arguments) -> Value:
+def _slice(b: Builder, node: fx.Node, a: Arguments) -> OnnxValue:
     x = a["self"]
     dim = a["dim"] % len(x.shape)
     return b.slice(x, dim, *_bounds(x.shape[dim], a["start"], a["end"]), a["step"])
 
 
-def _select(b: Builder, node: fx.Node, a: Arguments) -> Value:
+def _select(b: Builder, node: fx.Node, a: Arguments) -> OnnxValue:
     x = a["self"]
     dim = a["dim"] % len(x.shape)
     index = a["index"] % x.shape[dim]
     return b.reshape(b.slice(x, dim, index, index + 1), _shape(node))
 
 
-def _cat(b: Builder, node: fx.Node, a: Arguments) -> Value:
+def _cat(b: Builder, node: fx.Node, a: Arguments) -> OnnxValue:
     dtype = node.meta["val"].dtype
     xs = [b.cast(x, dtype) for x in a["tensors"]]
     return b.concat(xs, a["dim"] % len(_shape(node)))
 
 
-def _stack(b: Builder, node: fx.Node, a: Arguments) -> Value:
+def _stack(b: Builder, node: fx.Node, a: Arguments) -> OnnxValue:
     shape = _shape(node)
     dim = a["dim"] % len(shape)
     one = [1 if i == dim else n for i, n in enumerate(shape)]
     return b.concat([b.reshape(x, one) for x in a["tensors"]], dim)
 
 
-def _split(b: Builder, node: fx.Node, a: Arguments) -> list[Value]:
+def _split(b: Builder, node: fx.Node, a: Arguments) -> list[OnnxValue]:
     x = a["self"]
     dim = a["dim"] % len(x.shape)
     pieces, start = [], 0
@@ -88,7 +88,7 @@ def _split(b: Builder, node: fx.Node, a: Arguments) -> list[Value]:
     return pieces
 
 
-def _unbind(b: Builder, node: fx.Node, a: Arguments) -> list[Value]:
+def _unbind(b: Builder, node: fx.Node, a: Arguments) -> list[OnnxValue]:
     x = a["self"]
     dim = a["dim"] % len(x.shape)
     shapes = [tuple(v.shape) for v in node.meta["val"]]
@@ -96,7 +96,7 @@ def _unbind(b: Builder, node: fx.Node, a: Arguments) -> list[Value]:
 
 
 def _triangle(upper: bool) -> Translate:
-    def translate(b: Builder, node: fx.Node, a: Arguments) -> Value:
+    def translate(b: Builder, node: fx.Node, a: Arguments) -> OnnxValue:
         x, diagonal = a["self"], a["diagonal"]
         rows, columns = x.shape[-2:]
         ones = torch.ones(rows, columns, dtype=torch.bool)
@@ -106,11 +106,11 @@ def _triangle(upper: bool) -> Translate:
     return translate
 
 
-def _zeros(b: Builder, shape: Sequence[int], dtype: torch.dtype) -> Value:
+def _zeros(b: Builder, shape: Sequence[int], dtype: torch.dtype) -> OnnxValue:
     return b.expand(b.constant(0, dtype), shape)
 
 
-def _pad(b: Builder, node: fx.Node, a: Arguments) -> Value:
+def _pad(b: Builder, node: fx.Node, a: Arguments) -> OnnxValue:
     """Constant padding; torch lists it from the last dim on, negative amounts crop."""
     x = a["self"]
     rank = len(x.shape)
@@ -123,8 +123,10 @@ def _pad(b: Builder, node: fx.Node, a: Arguments) -> Value:
     return x
 
 
-def _padded(b: Builder, x: Value, dim: int, before: int, after: int, value: Value) -> Value:
-    def block(size: int) -> Value:
+def _padded(
+    b: Builder, x: OnnxValue, dim: int, before: int, after: int, value: OnnxValue
+) -> OnnxValue:
+    def block(size: int) -> OnnxValue:
         return b.expand(value, [size if i == dim else n for i, n in enumerate(x.shape)])
 
     parts = [block(before)] if before else []
@@ -132,13 +134,13 @@ def _padded(b: Builder, x: Value, dim: int, before: int, after: int, value: Valu
     return b.concat(parts, dim)
 
 
-def _slice_scatter(b: Builder, node: fx.Node, a: Arguments) -> Value:
+def _slice_scatter(b: Builder, node: fx.Node, a: Arguments) -> OnnxValue:
     return _written(b, a["self"], a["src"], a["dim"], a["start"], a["end"], a["step"])
 
 
 def _written(
-    b: Builder, x: Value, source: Value, dim: int, start: Any, stop: Any, step: int
-) -> Value:
+    b: Builder, x: OnnxValue, source: OnnxValue, dim: int, start: Any, stop: Any, step: int
+) -> OnnxValue:
     """`x` with a slice of it replaced by `source`."""
     dim %= len(x.shape)
     first, last = _bounds(x.shape[dim], start, stop)
@@ -155,7 +157,7 @@ def _written(
     return b.op("ScatterElements", x, where, source, axis=dim)
 
 
-def _select_scatter(b: Builder, node: fx.Node, a: Arguments) -> Value:
+def _select_scatter(b: Builder, node: fx.Node, a: Arguments) -> OnnxValue:
     x = a["self"]
     dim = a["dim"] % len(x.shape)
     index = a["index"] % x.shape[dim]
@@ -163,7 +165,7 @@ def _select_scatter(b: Builder, node: fx.Node, a: Arguments) -> Value:
     return _written(b, x, source, dim, index, index + 1, 1)
 
 
-def _select_backward(b: Builder, node: fx.Node, a: Arguments) -> Value:
+def _select_backward(b: Builder, node: fx.Node, a: Arguments) -> OnnxValue:
     shape, grad = _shape(node), a["grad_output"]
     dim = a["dim"] % len(shape)
     index = a["index"] % shape[dim]
@@ -172,7 +174,7 @@ def _select_backward(b: Builder, node: fx.Node, a: Arguments) -> Value:
     return _padded(b, one, dim, index, after, b.constant(0, grad.dtype))
 
 
-def _slice_backward(b: Builder, node: fx.Node, a: Arguments) -> Value:
+def _slice_backward(b: Builder, node: fx.Node, a: Arguments) -> OnnxValue:
     shape, grad = _shape(node), a["grad_output"]
     dim = a["dim"] % len(shape)
     first, last = _bounds(shape[dim], a["start"], a["end"])
@@ -181,7 +183,7 @@ def _slice_backward(b: Builder, node: fx.Node, a: Arguments) -> Value:
     return _written(b, _zeros(b, shape, grad.dtype), grad, dim, first, last, a["step"])
 
 
-def _flip(b: Builder, node: fx.Node, a: Arguments) -> Value:
+def _flip(b: Builder, node: fx.Node, a: Arguments) -> OnnxValue:
     x = a["self"]
     for dim in a["dims"]:
         index = b.integers(range(x.shape[dim] - 1, -1, -1))
@@ -189,7 +191,7 @@ def _flip(b: Builder, node: fx.Node, a: Arguments) -> Value:
     return x
 
 
-def _roll(b: Builder, node: fx.Node, a: Arguments) -> Value:
+def _roll(b: Builder, node: fx.Node, a: Arguments) -> OnnxValue:
     x, dims = a["self"], a["dims"]
     if not dims:  # all dims as one
         x, dims = b.reshape(x, [prod(x.shape)]), [0]
@@ -202,7 +204,7 @@ def _roll(b: Builder, node: fx.Node, a: Arguments) -> Value:
     return b.reshape(x, _shape(node))
 
 
-def _repeat(b: Builder, node: fx.Node, a: Arguments) -> Value:
+def _repeat(b: Builder, node: fx.Node, a: Arguments) -> OnnxValue:
     x, repeats = a["self"], a["repeats"]
     x = b.reshape(x, [1] * (len(repeats) - len(x.shape)) + list(x.shape))
     return b.op("Tile", x, b.integers(repeats), shape=_shape(node))

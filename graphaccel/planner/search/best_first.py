@@ -17,7 +17,7 @@ from dataclasses import replace
 import numpy as np
 
 from graphaccel.planner.plan.plan import Plan
-from graphaccel.planner.search.candidate_queue import CandidateQueue, Row
+from graphaccel.planner.search.candidate_queue import CandidateQueue, QueueEntry
 from graphaccel.planner.search.candidates import Layout, Shape, plain_with, shard_sizes, weighed
 from graphaccel.planner.search.heuristic import estimate_best
 from graphaccel.planner.search.neighbours import neighbours, shape_of
@@ -220,7 +220,7 @@ class _BestFirst:
         stages."""
         return (0 < self.blocks < stages) & (self.work.pins.pipeline is None)
 
-    def _make(self, row: Row) -> None:
+    def _make(self, row: QueueEntry) -> None:
         """Build the graph of a row's layout, or defer the row, or drop it."""
         layout = row.layout
         if self.built >= _BUILT or row.seconds > self.work.limit:

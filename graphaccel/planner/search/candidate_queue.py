@@ -17,7 +17,7 @@ from graphaccel.planner.search.candidates import Layout, Shape
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
+class QueueEntry:
     """The meshes of a layout that are still queued (`waiting`: their numbers, the most promising
     first, from `next` on). about: estimated seconds of each; times: the factor by which all were
     found to take longer. put: how many times the layout had been put when this row was."""
@@ -46,7 +46,7 @@ class Row:
         return float(self.about[self.index]) * self.times
 
     @property
-    def rest(self) -> Row:
+    def rest(self) -> QueueEntry:
         """The row without its first mesh."""
         return replace(self, next=self.next + 1)
 
@@ -55,10 +55,10 @@ class CandidateQueue:
     """The rows of all layouts. A popped row leaves the queue, unless it is pushed back."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, tuple[object, ...], int, Row]] = []
+        self._heap: list[tuple[float, tuple[object, ...], int, QueueEntry]] = []
         self._put: dict[Layout, int] = {}  # how many times, by layout
         self._serial = count()
-        self._later: list[Row] = []
+        self._later: list[QueueEntry] = []
 
     def put(
         self, layout: Layout, meshes: Sequence[Shape], about: np.ndarray, order: np.ndarray
@@ -67,14 +67,14 @@ class CandidateQueue:
         order: the tie-break between equal estimates."""
         waiting = np.lexsort((order, about))[: len(about) - int(np.isnan(about).sum())]
         self._put[layout] = self._put.get(layout, 0) + 1
-        self.back(Row(layout, meshes, about, waiting, self._put[layout]))
+        self.back(QueueEntry(layout, meshes, about, waiting, self._put[layout]))
 
-    def back(self, row: Row) -> None:
+    def back(self, row: QueueEntry) -> None:
         """Push a row back, unless it is empty."""
         if row.next < len(row.waiting):
             heapq.heappush(self._heap, (row.seconds, row.first.order, next(self._serial), row))
 
-    def later(self, row: Row) -> None:
+    def later(self, row: QueueEntry) -> None:
         """Defer a row until `return_later`."""
         self._later.append(row)
 
@@ -85,7 +85,7 @@ class CandidateQueue:
             self.back(row)
         return bool(rows)
 
-    def pop(self) -> Row | None:
+    def pop(self) -> QueueEntry | None:
         """The row whose first mesh is most promising; None if the queue is empty."""
         while self._heap:
             row = heapq.heappop(self._heap)[-1]

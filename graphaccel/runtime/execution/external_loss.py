@@ -35,7 +35,7 @@ Backward = Callable[[frozenset[int]], StageProgram]
 
 
 @dataclass
-class Call:
+class ForwardCall:
     """One call of the model, and the tensors that its backward will read.
 
     outputs: by leaf of what the model returned, whole batch; removed when they are handed out.
@@ -79,7 +79,7 @@ class ExternalLossExecutor(Executor):
         self._variants: dict[frozenset[int], StageProgram] = {}
         (self._stage,) = program.stages
 
-    def forward(self, leaves: Sequence[Any]) -> Call:
+    def forward(self, leaves: Sequence[Any]) -> ForwardCall:
         """Run the forward on the leaves of the whole batch, and write its buffer updates.
 
         Raises RankLost (GA501) when another rank does not answer.
@@ -90,13 +90,13 @@ class ExternalLossExecutor(Executor):
             outputs = self._gathered(state)
         self._write_buffers(state)
         if not self._program.tangents:
-            return Call(outputs, None)
+            return ForwardCall(outputs, None)
         read = {v.leaf for v in self._stage.backward_inputs if v.kind == "batch"}
         state.leaves = [leaf if i in read else None for i, leaf in enumerate(state.leaves)]
-        return Call(outputs, state, self._versions(state))
+        return ForwardCall(outputs, state, self._versions(state))
 
     def backward(
-        self, call: Call, tangents: Mapping[int, torch.Tensor], *, keep: bool
+        self, call: ForwardCall, tangents: Mapping[int, torch.Tensor], *, keep: bool
     ) -> tuple[dict[str, torch.Tensor], dict[int, torch.Tensor]]:
         """Gradients by parameter name, and by batch leaf for those that require one.
 
@@ -244,7 +244,7 @@ class HandIn(torch.autograd.Function):
     def forward(
         ctx: Any,
         executor: ExternalLossExecutor,
-        call: Call,
+        call: ForwardCall,
         tracked: frozenset[int],
         offloaded: bool,
         names: tuple[str, ...],

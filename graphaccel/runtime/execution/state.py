@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from graphaccel.runtime.execution.parts import Parts
-from graphaccel.runtime.parameters.layout import Layout
+from graphaccel.runtime.parameters.layout import ShardLayout
 
 
 @dataclass
@@ -27,7 +27,7 @@ class StepResult:
     gradients: dict[str, torch.Tensor]
     outputs: dict[int, torch.Tensor]
     overflow: torch.Tensor | None = None
-    layouts: Mapping[str, Layout] = field(default_factory=dict)
+    layouts: Mapping[str, ShardLayout] = field(default_factory=dict)
     inputs: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
 
@@ -42,7 +42,7 @@ class Held:
     buffers: Mapping[str, torch.Tensor]
     constants: Mapping[str, torch.Tensor]
     shards: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    gradients: Mapping[str, Layout] = field(default_factory=dict)
+    gradients: Mapping[str, ShardLayout] = field(default_factory=dict)
 
 
 @dataclass

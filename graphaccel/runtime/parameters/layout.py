@@ -16,7 +16,7 @@ from graphaccel.runtime.mesh import Mesh
 
 
 @dataclass(frozen=True)
-class Layout:
+class ShardLayout:
     """A tensor of full shape `shape` sharded by `splits` over the ranks of `mesh`."""
 
     shape: torch.Size
@@ -114,7 +114,7 @@ class Layout:
         for dim, size in enumerate(self.shape):
             held = torch.arange(size)
             own = tuple(replace(s, dim=0) for s in self.splits if s.dim == dim)
-            held = Layout(held.shape, own, self.mesh).here(held)
+            held = ShardLayout(held.shape, own, self.mesh).here(held)
             runs.append(_runs(held.tolist()))
         return [
             (tuple(r[0] for r in box), tuple(r[1] for r in box), tuple(r[2] for r in box))

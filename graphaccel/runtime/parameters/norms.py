@@ -11,7 +11,7 @@ import torch.distributed as dist
 from graphaccel.compat.torch import pytree
 from graphaccel.compat.torch.tensors import no_torch_function as _no_torch_function
 from graphaccel.compat.torch.tensors import without_storage
-from graphaccel.runtime.parameters.layout import Layout
+from graphaccel.runtime.parameters.layout import ShardLayout
 
 aten = torch.ops.aten
 
@@ -21,14 +21,14 @@ class PendingNorm(torch.Tensor):
     norms of many gradients share an all-reduce."""
 
     local: torch.Tensor
-    sharding: Layout
+    sharding: ShardLayout
     order: float
     known: torch.Tensor | None
 
     __torch_function__ = _no_torch_function
 
     @staticmethod
-    def __new__(cls, local: torch.Tensor, layout: Layout, order: float) -> PendingNorm:
+    def __new__(cls, local: torch.Tensor, layout: ShardLayout, order: float) -> PendingNorm:
         """local: the norm of order `order` of this rank's shard."""
         built = without_storage(cls, (), local.dtype, local.device)
         built.local, built.sharding, built.order, built.known = local, layout, order, None

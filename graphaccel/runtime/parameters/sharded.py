@@ -33,7 +33,7 @@ from graphaccel.compat.torch import pytree
 from graphaccel.compat.torch.tensors import data_of, without_storage
 from graphaccel.compat.torch.tensors import no_torch_function as _no_torch_function
 from graphaccel.errors import GraphMisuse, PartOfModel
-from graphaccel.runtime.parameters.layout import Layout
+from graphaccel.runtime.parameters.layout import ShardLayout
 from graphaccel.runtime.parameters.norms import PendingNorm, resolve
 
 aten = torch.ops.aten
@@ -74,12 +74,12 @@ class ShardTensor(torch.Tensor):
     """A tensor of full shape of which `local` is this rank's shard under `sharding`."""
 
     local: torch.Tensor
-    sharding: Layout
+    sharding: ShardLayout
 
     __torch_function__ = _no_torch_function
 
     @staticmethod
-    def __new__(cls, local: torch.Tensor, layout: Layout) -> ShardTensor:
+    def __new__(cls, local: torch.Tensor, layout: ShardLayout) -> ShardTensor:
         """local: of shape `layout.local_shape`."""
         built = without_storage(cls, layout.shape, local.dtype, local.device)
         built.local, built.sharding = local, layout
@@ -315,7 +315,7 @@ def _tensors(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and bool(value) and isinstance(value[0], torch.Tensor)
 
 
-def _common(tensors: Sequence[torch.Tensor], writes: bool) -> Layout | None:
+def _common(tensors: Sequence[torch.Tensor], writes: bool) -> ShardLayout | None:
     """The layout in which an elementwise op can work on the shards of its tensors, if there is one.
 
     writes: into the first of them.
@@ -339,14 +339,14 @@ def _common(tensors: Sequence[torch.Tensor], writes: bool) -> Layout | None:
     return layout
 
 
-def _part(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+def _part(tensor: torch.Tensor, layout: ShardLayout) -> torch.Tensor:
     """This rank's part: the shard, or a slice of a full tensor beside one; numbers unchanged."""
     if isinstance(tensor, ShardTensor):
         return tensor.local
     return tensor if tensor.dim() == 0 else layout.own(tensor.expand(layout.shape))
 
 
-def _shard(local: torch.Tensor, layout: Layout) -> ShardTensor:
+def _shard(local: torch.Tensor, layout: ShardLayout) -> ShardTensor:
     """Wrap a result as a shard, with its padding zeroed."""
     layout.clear(local)
     return ShardTensor(local, layout)

@@ -22,7 +22,7 @@ from torch import nn
 from graphaccel.errors import GraphMisuse
 from graphaccel.runtime.gloo import gather_rows
 from graphaccel.runtime.parameters.host import HostCopies
-from graphaccel.runtime.parameters.layout import Layout
+from graphaccel.runtime.parameters.layout import ShardLayout
 from graphaccel.runtime.parameters.sharded import ShardTensor
 from graphaccel.runtime.parameters.step_hooks import StepHooks, closure_of
 
@@ -54,7 +54,7 @@ class ShardedOptimizer:
         optimizer: Optimizer,
         hooks: StepHooks,
         parameters: Mapping[str, nn.Parameter],
-        layouts: Mapping[str, Layout],
+        layouts: Mapping[str, ShardLayout],
         bucket_bytes: int,
         host: HostCopies | None = None,
     ) -> None:
@@ -187,7 +187,7 @@ def _held(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.local if isinstance(parameter, ShardTensor) else parameter.detach()
 
 
-def _local(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+def _local(tensor: torch.Tensor, layout: ShardLayout) -> torch.Tensor:
     """This rank's shard of a tensor that is full, or already sharded over some of the axes."""
     held = _held(tensor)
     if held.shape == layout.local_shape and isinstance(tensor, ShardTensor):
@@ -195,11 +195,11 @@ def _local(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
     return _rest(tensor, layout).own(held)
 
 
-def _rest(tensor: torch.Tensor, layout: Layout) -> Layout:
+def _rest(tensor: torch.Tensor, layout: ShardLayout) -> ShardLayout:
     """How this rank's part is sharded further."""
     done = len(tensor.sharding.splits) if isinstance(tensor, ShardTensor) else 0
-    return Layout(_held(tensor).shape, layout.splits[done:], layout.mesh) if done else layout
+    return ShardLayout(_held(tensor).shape, layout.splits[done:], layout.mesh) if done else layout
 
 
-def _is_full(parameter: torch.Tensor, layout: Layout) -> bool:
+def _is_full(parameter: torch.Tensor, layout: ShardLayout) -> bool:
     return _held(parameter).shape != layout.local_shape

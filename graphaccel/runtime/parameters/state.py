@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from graphaccel.compat.torch.distributed import StridedShard, submesh
 from graphaccel.errors import PartOfModel
-from graphaccel.runtime.parameters.layout import Layout
+from graphaccel.runtime.parameters.layout import ShardLayout
 from graphaccel.runtime.parameters.remote import RemoteTensor
 from graphaccel.runtime.parameters.sharded import ShardTensor
 from graphaccel.runtime.session import Session
@@ -51,7 +51,7 @@ def stage_meshes(session: Session) -> dict[int, DeviceMesh]:
     return results
 
 
-def placements(layout: Layout, meshes: DeviceMesh) -> list[Any]:
+def placements(layout: ShardLayout, meshes: DeviceMesh) -> list[Any]:
     """A layout as DTensor placements, one for each dim of the mesh. DTensor shards over the outer
     axes first: where an inner axis has split the same dim before, the outer one takes a strided
     shard."""
@@ -102,14 +102,14 @@ def _part(value: Any) -> Any:
     return value
 
 
-def presented(local: torch.Tensor, layout: Layout, meshes: Mapping[int, DeviceMesh]) -> Any:
+def presented(local: torch.Tensor, layout: ShardLayout, meshes: Mapping[int, DeviceMesh]) -> Any:
     """A shard as checkpoints see it, in the same memory. A DTensor would copy one from the host."""
     if not layout.simple or local.device.type != layout.mesh.device.type:
         return ShardTensor(local, layout)
     return _dtensor(local, layout, meshes[layout.mesh.pipeline_index])
 
 
-def _dtensor(local: torch.Tensor, layout: Layout, meshes: DeviceMesh) -> DTensor:
+def _dtensor(local: torch.Tensor, layout: ShardLayout, meshes: DeviceMesh) -> DTensor:
     if not layout.shape:  # from_local takes no shape as none given, and reads that of the tensor
         scalar = local if local.dim() == 0 else local.new_empty(())
         return DTensor.from_local(scalar, meshes, placements(layout, meshes), run_check=False)
@@ -133,7 +133,7 @@ def sharded_state_dict(
         if isinstance(value, ShardTensor):
             plain[key] = _part(presented(value.local, value.sharding, meshes))
         elif isinstance(value, RemoteTensor):
-            layout = Layout(value.shape, session.splits.get(name, ()), session.mesh)
+            layout = ShardLayout(value.shape, session.splits.get(name, ()), session.mesh)
             local = torch.empty(0, dtype=value.dtype, device=value.device)
             plain[key] = _part(_dtensor(local, layout, meshes[session.owner(name)]))
     return plain
@@ -174,7 +174,7 @@ class OptimizerState:
     def __init__(
         self,
         optimizer: Optimizer,
-        layouts: Mapping[int, Layout],
+        layouts: Mapping[int, ShardLayout],
         meshes: Mapping[int, DeviceMesh],
     ) -> None:
         self._layouts, self._meshes = layouts, meshes
@@ -205,7 +205,7 @@ class OptimizerState:
             }
         return {**state, "state": built}
 
-    def _own(self, value: Any, layout: Layout) -> Any:
+    def _own(self, value: Any, layout: ShardLayout) -> Any:
         """This rank's shard of a value that may be a full tensor."""
         if isinstance(value, ShardTensor):
             return value.local if value.sharding == layout else layout.own(value.whole()).clone()
@@ -218,7 +218,7 @@ class OptimizerState:
             return layout.own(value).clone()
         return value
 
-    def _by_key(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[Any, Layout]:
+    def _by_key(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[Any, ShardLayout]:
         """Key of a parameter in the state dict (a number, or its name) → its state's layout."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         keys = [key for group in state["param_groups"] for key in group["params"]]

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from graphaccel.errors import GraphMisuse, NotElementwise
-from graphaccel.runtime.parameters.layout import Layout
+from graphaccel.runtime.parameters.layout import ShardLayout
 from graphaccel.runtime.parameters.sharded import ShardTensor
 from graphaccel.runtime.parameters.step_hooks import StepHooks, closure_of
 
@@ -32,7 +32,7 @@ class _Gathered:
 
     parameter: nn.Parameter
     whole: nn.Parameter
-    layout: Layout
+    layout: ShardLayout
 
 
 class WholeMatrixOptimizer:
@@ -47,7 +47,7 @@ class WholeMatrixOptimizer:
         optimizer: Optimizer,
         hooks: StepHooks,
         parameters: Mapping[str, nn.Parameter],
-        layouts: Mapping[str, Layout],
+        layouts: Mapping[str, ShardLayout],
         full: StateKeys,
     ) -> None:
         self._layouts = {id(parameters[n]): layout for n, layout in layouts.items()}
@@ -81,7 +81,7 @@ class WholeMatrixOptimizer:
             }
         return whole
 
-    def _full_state(self, key: str, value: Any, layout: Layout, optimizer: Optimizer) -> Any:
+    def _full_state(self, key: str, value: Any, layout: ShardLayout, optimizer: Optimizer) -> Any:
         if not _has_shape(value, layout.local_shape):
             return value
         if (len(layout.shape), key) not in self._full:
@@ -101,7 +101,7 @@ class WholeMatrixOptimizer:
                     for key, value in optimizer.state.pop(each.whole).items()
                 }
 
-    def _shard(self, key: str, value: Any, layout: Layout, optimizer: Optimizer) -> Any:
+    def _shard(self, key: str, value: Any, layout: ShardLayout, optimizer: Optimizer) -> Any:
         if _has_shape(value, layout.shape):
             if type(value) not in (torch.Tensor, nn.Parameter):
                 raise NotElementwise(

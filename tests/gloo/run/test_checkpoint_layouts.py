@@ -21,7 +21,7 @@ import graphaccel
 from graphaccel.ir.program import Sharded
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.runtime.mesh import build_mesh
-from graphaccel.runtime.parameters.layout import Layout
+from graphaccel.runtime.parameters.layout import ShardLayout
 from graphaccel.runtime.parameters.sharded import ShardTensor
 from tests.gloo.scripts.test_semantics import gpt, groups, tokens
 from tests.support.captures import captures_of
@@ -152,10 +152,10 @@ def _sections(folder: str) -> tuple[bool, bool]:
     in another way."""
     mesh = build_mesh(Plan(devices=2, data=2), (), torch.device("cpu"), timedelta(seconds=60))
     whole = torch.arange(48.0).view(12, 4)
-    fused = Layout(whole.shape, (Sharded("data", 0, outer=3),), mesh)
+    fused = ShardLayout(whole.shape, (Sharded("data", 0, outer=3),), mesh)
     made = ShardTensor(fused.own(whole).clone(), fused)
     dcp.save({"w": made}, checkpoint_id=folder)
-    columns = Layout(whole.shape, (Sharded("data", 1),), mesh)
+    columns = ShardLayout(whole.shape, (Sharded("data", 1),), mesh)
     other = ShardTensor(torch.zeros(12, 2), columns)
     again = ShardTensor(torch.zeros(6, 4), fused)
     dcp.load({"w": other}, checkpoint_id=folder)
