@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from graphaccel.capture.batch import (
     sequence_leaves,
 )
 from graphaccel.capture.batch_dims import given_dims
+from graphaccel.capture.export.buffer_values import asked_buffers, buffers_of
 from graphaccel.capture.export.export import export_forward
 from graphaccel.capture.export.weights import layout_of
 from graphaccel.capture.state.caches import caches_of, forget_traced
@@ -32,22 +34,26 @@ from graphaccel.compat.torch import pytree
 from graphaccel.compat.torch.fakes import FakeTensor, FakeTensorMode
 from graphaccel.compiler.capture_apart import capture_apart
 from graphaccel.compiler.capture_context import without_autocast
-from graphaccel.compiler.input_checks import refuse_empty
+from graphaccel.compiler.input_checks import refuse_empty, refuse_untrained
 from graphaccel.compiler.model import Model, follow_attributes, without_data
-from graphaccel.errors import GraphAccelError, StateFrozen, Unsupported
+from graphaccel.errors import GraphAccelError, StateFrozen
 from graphaccel.garbage import no_collections
 from graphaccel.guards.effects import effect_text
 from graphaccel.guards.guards import Guards
 from graphaccel.guards.numbers import named_as_inputs
 from graphaccel.guards.place import Place
 from graphaccel.guards.places import places
-from graphaccel.guards.refusals import too_many
+from graphaccel.guards.refusals import too_many, too_many_values
 from graphaccel.guards.system import Question
 from graphaccel.ir.replication.unfold import input_nodes
 from graphaccel.progress import progress, running
 
 MOST = 8
 """Most captures for one batch signature that differ in Python values only."""
+MOST_VALUES = 3
+"""The same where a buffer's values differ."""
+ALL = sys.maxsize
+"""A number of equal layers that no model has: all of them run."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,8 @@ class Captures:
     """Captures a model when a batch needs it, and caches the captured steps.
 
     steps: (signature of the batch, training, number) → step. capturing: whether a capture is
-    running. splits: whether a step can be split over its batch, where a plan may want to.
+    running. splits: whether a step can be split over its batch, where a plan may want to. asked:
+    buffers whose values the forward asks for, with what they were.
     """
 
     def __init__(self, model: Model) -> None:
@@ -74,6 +81,7 @@ class Captures:
         self._kept: dict[int, _Kept] = {}
         self._fixed: set[str] = set()  # numbers that cannot be inputs
         self._said: set[Question] = set()
+        self.asked: dict[str, torch.Tensor] = {}
 
     def of(
         self, batch: Batch, *, training: bool = True, fixed: bool = False
@@ -170,10 +178,11 @@ class Captures:
             self._refuse_other_modules(self._kept[id(others[0])].guards)
         observed = self._observed(batch, training)
         numbers = self._inputs(batch, training, others[0], observed) if others else ()
+        self._refuse_values(others)
         if not numbers:
             self._refuse_more(others)
         faked = self._faked(batch, training, observed, numbers)
-        many = None if numbers else MANY
+        many = None if numbers or self.asked else MANY
         step = self._capture(*faked, training, many=many, symbolic=symbolic)
         recorded = self._recorded(training, observed)
         step = _with_paths(step, recorded)
@@ -224,6 +233,13 @@ class Captures:
                     help_lines=("replace modules before graphaccel.optimize(model, optimizer)",),
                 )
 
+    def _refuse_values(self, others: Sequence[StepGraph]) -> None:
+        """Raises StateFrozen (GA106) for a buffer that has other values again and again."""
+        changes = self._kept[id(others[0])].guards.changes() if others else ()
+        change = next((c for c in changes if c.place.how == "values"), None)
+        if change is not None and len(others) >= MOST_VALUES:
+            raise too_many_values(change)
+
     def _refuse_more(self, others: Sequence[StepGraph]) -> None:
         """Raises StateFrozen (GA106) where too many captures differ in Python values."""
         if len(others) < MOST:
@@ -244,14 +260,16 @@ class Captures:
         with self._capturing():
             step = capture_apart(captured, built, given) if symbolic else captured(built)
         if step.has_loss and training:
-            _refuse_tracked(step)
-            _refuse_without_gradient(step)
+            refuse_untrained(step)
         return step
 
     def _observed(self, batch: Batch, training: bool) -> Observed:
-        built = self._faked(batch, training)[1]
+        built, known = self._faked(batch, training)[1], bool(self.asked)
         with self._capturing():
-            observed = observe(partial(self._fresh, training), built, self.model.loss_fn, MANY)
+            fresh, loss_fn = partial(self._fresh, training), self.model.loss_fn
+            observed = observe(fresh, built, loss_fn, ALL if self.asked else MANY)
+        if self.asked and not known:  # each of many equal layers has a buffer of its own
+            return self._observed(batch, training)
         for effect in observed.reads.effects:
             if effect not in self._said:
                 self._said.add(effect)
@@ -262,7 +280,8 @@ class Captures:
     def _capturing(self) -> Iterator[None]:
         self.capturing = True
         try:
-            with torch.enable_grad(), no_collections(), without_autocast():
+            values = buffers_of(self.model.module, self.asked)
+            with torch.enable_grad(), no_collections(), without_autocast(), values:
                 yield
         finally:
             self.capturing = False
@@ -286,9 +305,12 @@ class Captures:
         reads = observed.reads
         if numbers is None:  # step of another rank: the inputs after those of the batch
             numbers = _numbers(step, batch)
+        values = {n: p.token for n, p in asked_buffers(self.model.module, self.asked, {}).items()}
         guards = Guards(
-            lambda: places(self.model.module, reads),
-            {n: p.token for n, p in recorded.items()},
+            lambda: (
+                places(self.model.module, reads) | asked_buffers(self.model.module, values, values)
+            ),
+            {n: p.token for n, p in recorded.items()} | values,
             numbers=tuple(numbers),
             written=observed.written,
             tensors=_constants(step, recorded),
@@ -414,32 +436,6 @@ def _with_paths(step: StepGraph, recorded: Mapping[str, Place]) -> StepGraph:
 def _path(name: str) -> str:
     """The name of a place, as an attribute name in a captured forward."""
     return re.sub(r"\['?(.*?)'?\]", r".\1", name)
-
-
-def _refuse_tracked(step: StepGraph) -> None:
-    """A gradient of the batch would be lost silently. Raises Unsupported (GA208)."""
-    for spec in step.inputs:
-        if spec.tracked:
-            raise Unsupported(
-                what=f"a gradient of the input `{spec.name}` where the loss is part of the graph",
-                reason="gradients are computed when the model is called, those of parameters only",
-                help_line="let the script compute the loss:  "
-                "graphaccel.optimize(model, optimizer, loss_fn='outside')",
-            )
-
-
-def _refuse_without_gradient(step: StepGraph) -> None:
-    """A step that trains nothing is a mistake. Raises Unsupported (GA208)."""
-    if step.trainable and not any(spec.kind == "gradient" for spec in step.outputs):
-        raise Unsupported(
-            what="a training step in which no parameter gets a gradient",
-            reason="the loss depends on no trained parameter, or only through ops whose gradient "
-            "is zero everywhere",
-            help_line="take away what has no gradient between parameters and loss: .detach(), "
-            "torch.no_grad(), argmax",
-            other_help="or call a forward that is not to train so:  "
-            "with torch.no_grad(): output = model(batch)",
-        )
 
 
 def _real(device: torch.device) -> torch.device:

@@ -19,7 +19,7 @@ from torch import fx
 from graphaccel.capture.batch import Batch, batch_leaves
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import evaluate, with_integers
-from graphaccel.errors import BatchChanged, GraphMisuse
+from graphaccel.errors import BatchChanged, GraphMisuse, Unsupported
 from graphaccel.errors.messages import Location
 from graphaccel.ir.replication.unfold import input_nodes
 
@@ -256,3 +256,26 @@ def _value(
     kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "layout", "pin_memory")}
     known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
     return known[node]
+
+
+def refuse_untrained(step: StepGraph) -> None:
+    """Raises Unsupported (GA208) for a training step that would lose a gradient of the batch, or
+    that trains nothing, which is a mistake."""
+    for spec in step.inputs:
+        if spec.tracked:
+            raise Unsupported(
+                what=f"a gradient of the input `{spec.name}` where the loss is part of the graph",
+                reason="gradients are computed when the model is called, those of parameters only",
+                help_line="let the script compute the loss:  "
+                "graphaccel.optimize(model, optimizer, loss_fn='outside')",
+            )
+    if step.trainable and not any(spec.kind == "gradient" for spec in step.outputs):
+        raise Unsupported(
+            what="a training step in which no parameter gets a gradient",
+            reason="the loss depends on no trained parameter, or only through ops whose gradient "
+            "is zero everywhere",
+            help_line="take away what has no gradient between parameters and loss: .detach(), "
+            "torch.no_grad(), argmax",
+            other_help="or call a forward that is not to train so:  "
+            "with torch.no_grad(): output = model(batch)",
+        )

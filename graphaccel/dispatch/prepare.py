@@ -58,6 +58,7 @@ def prepare(
     recorder = recorder_for(run.settings.device) if chosen.plan.cuda_graphs else None
     keys = None if run.optimizer is None else state_keys(run.optimizer, chosen)
     expected = _expected(run, batch, chosen, example=example)
+    _check_asked(run, chosen)
     planned()
     # from here on the optimizer, the model and memory are changed
     run.agreement.count_optimizer_steps()
@@ -73,6 +74,23 @@ def prepare(
     registered = Registered.of(run.model, buffers)
     prepared = Prepared(chosen, session, memory, meshes, updates, registered, dtypes_of(batch))
     return prepared, expected
+
+
+def _check_asked(run: Run, chosen: Planned) -> None:
+    """Raises Unsupported (GA208) for a buffer whose value each rank asks for before a step, where
+    one stage has its new value."""
+    if chosen.plan.pipeline == 1:
+        return
+    for output in chosen.step.outputs:
+        if output.kind == "buffer" and output.name in run.compiler.captures.asked:
+            raise Unsupported(
+                what=f"a branch on the buffer `{output.name}`, which the forward also changes,",
+                reason="one stage of the pipeline has its new value, and every rank needs it to "
+                "choose the graph",
+                help_line="run the forward that changes it before:  model(batch)  "
+                "# then graphaccel.optimize(model, optimizer)",
+                other_help="or without a pipeline:  pipeline=1",
+            )
 
 
 def _check_shared_memory(model: nn.Module, chosen: Planned) -> None:

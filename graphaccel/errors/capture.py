@@ -42,9 +42,8 @@ class TensorBranch(GraphAccelError):
             )
         if self.buffer:
             lines = (
-                f"hold it in Python, where it is followed:  self.{self.buffer} = False",
-                "and if a first forward sets it, run that before:  model(batch)  "
-                "# then graphaccel.optimize(model, optimizer)",
+                "a flag is followed where the forward asks for it before it changes it",
+                f"or make it branch-free:  x = torch.where(self.{self.buffer} == 0, a, b)",
             )
         does = "takes the value of a tensor" if self.number else "branches on the value of a tensor"
         return Message(

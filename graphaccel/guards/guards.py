@@ -19,7 +19,7 @@ import torch
 from graphaccel.compat.torch.fakes import FakeTensor
 from graphaccel.compat.torch.tensors import version
 from graphaccel.guards.place import Place
-from graphaccel.guards.tokens import BUFFERS, MISSING, token_of
+from graphaccel.guards.tokens import BUFFERS, MISSING, token_of, values_of
 
 _READ_AGAIN = ("attribute", "call", "cell", "context", "proxy")
 """How places are read whose holders are no dicts or lists."""
@@ -146,12 +146,17 @@ class _Last:
         self.versions: list[tuple[torch.Tensor, int]] = []
         self.arrays: list[tuple[np.ndarray, np.ndarray]] = []
         self.written: list[tuple[Any, Any]] = []
+        self.values: list[tuple[Place, int]] = []
         seen: set[int] = set()
         partial = {id(p.holder) for n, p in result.items() if n in free and p.how == "item"}
         for name, place in result.items():
             if name in free or name in tensors:
                 continue
             value = place.value
+            if place.how == "values":
+                here = isinstance(value, torch.Tensor)
+                self.values.append((place, version(value) if here else -1))
+                continue
             if place.how == "dict":
                 self.dicts.append((place.holder, place.key, value))
             elif place.how in _READ_AGAIN or id(place.holder) in partial:
@@ -198,6 +203,8 @@ class _Last:
                 return False
         if any(token_of(now) != token for now, token in self.written):
             return False
+        if not all(_has_values(place, number) for place, number in self.values):
+            return False
         return all(np.array_equal(now, copy) for now, copy in self.arrays)
 
 
@@ -215,6 +222,16 @@ def current(place: Place) -> Any:
         return place.holder[place.key]
     except (KeyError, IndexError, ValueError):
         return MISSING
+
+
+def _has_values(place: Place, number: int) -> bool:
+    """Whether a tensor has the values that it had. number: how often it was written to until then:
+    a look at its values may wait for a device."""
+    now = current(place)
+    if type(now) is not torch.Tensor:  # on another process
+        return number < 0
+    same = now is place.value and version(now) == number
+    return same or values_of(now) == place.token
 
 
 def _interchangeable(now: Any, before: Any) -> bool:

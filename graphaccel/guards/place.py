@@ -8,7 +8,7 @@ from typing import Any
 
 from graphaccel.guards.followed import ClassKey
 from graphaccel.guards.lines import Read
-from graphaccel.guards.tokens import MISSING, token_of
+from graphaccel.guards.tokens import MISSING, token_of, values_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -17,9 +17,9 @@ class Place:
 
     name: unique, the same in every process: `blocks.0.alpha`, `train.SCALE[0]`. holder, key: where
     it is stored. how: how it is read from there: "dict", "item" (of a list), "fixed" (of a tuple),
-    "attribute", "cell", "context" (of a ContextVar), "proxy" (of a mapping) or "call" (by calling
-    the holder). line: what first read it. shared: it is stored outside of the model, so copies of
-    the model read the same one.
+    "attribute", "cell", "context" (of a ContextVar), "proxy" (of a mapping), "call" (by calling
+    the holder) or "values" (of a tensor in a dict). line: what first read it. shared: it is stored
+    outside of the model, so copies of the model read the same one.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Place:
     @functools.cached_property
     def token(self) -> Any:
         """What is compared: a scalar's type and value, a container's type and keys, ..."""
-        return token_of(self.value)
+        return values_of(self.value) if self.how == "values" else token_of(self.value)
 
     @property
     def is_number(self) -> bool:

@@ -26,6 +26,18 @@ def too_many(change: Change, most: int) -> StateFrozen:
     )
 
 
+def too_many_values(change: Change) -> StateFrozen:
+    """For a buffer whose values the forward asks for, and that has other ones again and again."""
+    return _refused(
+        change,
+        what=f"the forward asks for the value of the buffer `{change.place.name}`, which has "
+        f"another one again: {change.now}",
+        note="the graph has the branch for one value",
+        reason="a capture takes seconds; a flag that is set once is followed, a count is not",
+        help_line="leave it a tensor:  x = torch.where(self.count < 10, a, b)",
+    )
+
+
 def unsteady(change: Change) -> StateFrozen:
     """For a value that already changed when the step that was captured with it starts."""
     return _refused(

@@ -67,6 +67,12 @@ def token_of(value: Any) -> Any:
     return (kind, value) if is_value(value) else kind_of(kind)
 
 
+def values_of(value: Any) -> Any:
+    """What is compared of a small tensor whose values the forward asks for; of one that is on
+    another process, what was compared before."""
+    return (torch.Tensor, value.tolist()) if isinstance(value, torch.Tensor) else value
+
+
 def is_value(value: Any) -> bool:
     """Whether it is immutable and compared by its contents: a NumPy scalar, a Decimal, a date."""
     kind = type(value)

@@ -74,17 +74,18 @@ class Converges(Layer):
         return value
 
 
-class Initialises(Layer):
-    """Sets itself by its first batch, and holds in a buffer whether it has."""
+class Counts(Layer):
+    """Asks for a count that it has changed."""
 
     def __init__(self, kept: Any) -> None:
         super().__init__(kept)
-        self.initialized: Tensor
-        self.register_buffer("initialized", torch.tensor(0))
+        self.count: Tensor
+        self.register_buffer("count", torch.tensor(0))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        if self.training and self.initialized.item() == 0:
-            self.initialized.fill_(1)
+        self.count.add_(1)
+        if self.count.item() == 1:
+            x = 2 * x
         return F.mse_loss(self.layer(x), y)
 
 
@@ -127,10 +128,10 @@ def test_a_number_of_a_tensor() -> None:
     assert "leave it a tensor" in str(caught.value)
 
 
-def test_a_flag_in_a_buffer() -> None:
+def test_a_buffer_that_is_asked_after_a_write() -> None:
     with pytest.raises(errors.TensorBranch) as caught:
-        _step(Initialises(None))
-    assert "hold it in Python, where it is followed:  self.initialized = False" in str(caught.value)
+        _step(Counts(None))
+    assert "or make it branch-free:  x = torch.where(self.count == 0, a, b)" in str(caught.value)
 
 
 LIBRARY = """

@@ -18,6 +18,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from graphaccel.capture.export.buffer_values import buffers_answer
 from graphaccel.capture.export.python_function import (
     CALLS,
     Calls,
@@ -97,6 +98,7 @@ class Watch:
                 stack.enter_context(context)
             stack.enter_context(gradient_nodes_refused(_node_read))
             stack.enter_context(_Functions(self._weights, own, self.calls, self._gradients))
+            stack.enter_context(buffers_answer(self._model))
             yield
 
     def refuse_lost(self, program: Any) -> None:

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from graphaccel.capture.batch import ARGUMENTS, Batch, CallNumber
+from graphaccel.capture.export.buffer_values import buffers_answer
 from graphaccel.capture.export.export import LossFn, export_forward, with_loss
 from graphaccel.capture.export.reports import without_reports
 from graphaccel.capture.export.watch import Copies
@@ -190,8 +191,17 @@ def _called(model: nn.Module, loss_fn: LossFn, args: Any, kwargs: Any, ops: Ops)
     fake = next(p for p in nn.Module.parameters(model) if isinstance(p, FakeTensor)).fake_mode
     try:
         unchanged = conversions_checked(_refuse_conversion)
-        copies = Copies()
-        with without_reports(), fake, exporting(), torch.enable_grad(), ops, copies, unchanged:
+        copies, answers = Copies(), buffers_answer(model)
+        with (
+            without_reports(),
+            fake,
+            exporting(),
+            torch.enable_grad(),
+            ops,
+            copies,
+            unchanged,
+            answers,
+        ):
             ops.returned = with_loss(model, loss_fn)(*args, **kwargs)
         ops.hooked = copies.hooked
     except Exception:  # whatever the model raises when it needs a value
