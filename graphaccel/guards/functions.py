@@ -51,10 +51,18 @@ def functions_of(called: Sequence[Called]) -> dict[int, list[FunctionType]]:
             left.append(one.code)
         else:
             functions[id(one.code)] = [function]
-    for holder in _referrers(left) if left else ():
-        if isinstance(holder, FunctionType):
-            functions.setdefault(id(holder.__code__), []).append(holder)
+    if len(_holders(left)) > len(left):
+        gc.collect()  # what nothing holds any more may be there on some ranks alone
+    holders = _holders(left)
+    for function in holders:
+        functions.setdefault(id(function.__code__), []).append(function)
     return functions
+
+
+def _holders(wanted: list[CodeType]) -> list[FunctionType]:
+    """The functions of these."""
+    held = _referrers(wanted) if wanted else ()
+    return [holder for holder in held if isinstance(holder, FunctionType)]
 
 
 def functions_in(cls: type) -> Iterator[tuple[str, FunctionType]]:

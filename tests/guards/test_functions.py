@@ -133,3 +133,18 @@ def test_a_method_below_a_decorator() -> None:
     assert guards.hold()
     held.scale = 2.0
     assert not guards.hold()
+
+
+def test_a_function_that_nothing_holds_any_more_has_no_place() -> None:
+    """Whether it is still there depends on the collector, which runs on each rank for itself."""
+    gc.disable()
+    try:
+        for _ in range(3):
+            _layer(Held())
+        model: Any = Net(lambda s, h: s.first(h))
+        model.first = _layer(Held())
+        names = guarded(model).recorded
+    finally:
+        gc.enable()
+    assert any("_layer" in name for name in names)
+    assert not any("#" in name for name in names)
