@@ -229,15 +229,16 @@ def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
         )
 
 
-def check_hooks(modules: Iterable[tuple[str, nn.Module]]) -> None:
-    """Raises HookNotKept (GA401) for hooks on inner modules: they would run at capture only."""
+def check_hooks(modules: Iterable[tuple[str, nn.Module]], *, returns_loss: bool = False) -> None:
+    """Raises HookNotKept (GA401) for hooks on inner modules: they would run at capture only; and,
+    where a call of the model `returns_loss` of a `loss_fn`, for those on the model itself."""
     for name, module in modules:
         for attribute, kind in _HOOKS.items():
             for hook in getattr(module, attribute).values():
                 known = getattr(type(hook), "__module__", "").startswith("torch.nn.utils")
                 # A hook of gradient checkpointing; the captured graph does not need it.
                 known = known or getattr(hook, "__name__", "") == "make_inputs_require_grads"
-                if name and not known:
+                if (name or returns_loss) and not known:
                     code = getattr(hook, "__code__", None)
                     line = Location(code.co_filename, code.co_firstlineno) if code else None
                     raise HookNotKept(module=name, kind=kind, location=line)

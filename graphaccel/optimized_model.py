@@ -265,7 +265,7 @@ class Handle:
                 return self._read(training, batch, lambda: self._plain(forward, args, kwargs))
         check_autocast(self._precision(), self._run.settings.device.type)
         if training:
-            check_hooks(self._inner)
+            check_hooks(self._inner, returns_loss=callable(self.compiler.model.loss_fn))
             if self._prepared is not None:
                 self._prepared.registered.check(model)
         with without_autocast():

@@ -11,7 +11,8 @@ from graphaccel.errors.messages import Location, Message, columns
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class HookNotKept(GraphAccelError):
-    """A hook would never be called. kind: e.g. "forward hook"."""
+    """A hook would never be called, or, on the model itself ("") beside a loss_fn, with another
+    output. kind: e.g. "forward hook"."""
 
     code = "GA401"
     module: str
@@ -19,6 +20,18 @@ class HookNotKept(GraphAccelError):
     location: Location | None = None
 
     def message(self) -> Message:
+        if not self.module:
+            return Message(
+                f"the {self.kind} on the model can not be kept beside loss_fn",
+                self.location,
+                why="a call of the model takes the targets and returns the loss, which the hook "
+                "would see in place of the model's own",
+                help=(
+                    "do in the model's forward, or in loss_fn, what the hook does",
+                    "or let the script compute the loss:  "
+                    "graphaccel.optimize(model, optimizer, loss_fn='outside')",
+                ),
+            )
         return Message(
             f"the {self.kind} on {named_module(self.module)} can not be kept",
             self.location,

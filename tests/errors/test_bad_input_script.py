@@ -85,6 +85,15 @@ def test_a_hook_that_comes_later_is_not_lost_silently() -> None:
         model(*batch)
 
 
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
+def test_a_hook_on_the_model_beside_loss_fn(register: str) -> None:
+    model = nn.Linear(WIDTH, WIDTH)
+    graphaccel.optimize(model, loss_fn=nn.functional.mse_loss, devices=1)
+    getattr(model, register)(watch)
+    with pytest.raises(errors.HookNotKept, match="can not be kept beside loss_fn"):
+        model(*torch.randn(2, 4, WIDTH))
+
+
 def test_hooks_on_the_whole_model_and_on_parameters_stay() -> None:
     model, batch = Classifier(), small_batch()
     calls: list[str] = []
