@@ -24,6 +24,8 @@ from torch.futures import Future
 from graphaccel.errors import CheckpointDamaged, CheckpointUntrusted
 
 METADATA = ".metadata"
+_NAMED = re.compile(r"(?:GLOBAL|global:?|[Ii]nstantiate|class) `?(\w+(?:\.\w+)+)")
+"""What torch says that a pickle names."""
 _ALLOWED = {
     "torch.distributed.checkpoint.metadata": {
         "ChunkStorageMetadata",
@@ -156,8 +158,8 @@ def load_values(path: Path, *, lazily: bool = False) -> Any:
         try:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
         except pickle.UnpicklingError as error:
-            named = re.search(r"(?:GLOBAL|global:?|[Ii]nstantiate|class) `?([\w.]+)", str(error))
-            if named is not None and "." in named[1]:
+            named = _NAMED.search(str(error))
+            if named is not None:
                 raise CheckpointUntrusted(path=str(path), named=named[1]) from None
             raise CheckpointDamaged(
                 path=str(path), problems=("it was not written by torch.save",)

@@ -78,6 +78,15 @@ def test_an_export_is_read_by_from_pretrained(tmp_path: Path, shard: int) -> Non
     assert torch.equal(read.eval()(ids).logits, model.eval()(ids).logits)
 
 
+def test_a_whole_model_is_no_file_of_weights(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    torch.save(model, tmp_path / "model.pt")
+    with pytest.raises(
+        errors.CheckpointUntrusted, match=r"it names `torch.nn.modules.linear.Linear`"
+    ):
+        graphaccel.load(tmp_path / "model.pt", model)
+
+
 @pytest.mark.parametrize("when", ["written", "renamed"])
 def test_an_export_that_fails_leaves_no_mixture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
