@@ -118,12 +118,22 @@ def _indexed(index: Path) -> list[Path]:
 def _of_file(path: Path) -> Weights:
     if path.suffix == _SAFE:
         return _of_safetensors(path)
-    result = load_values(path, lazily=True)
-    result = result.get("state_dict", result) if isinstance(result, dict) else result
+    result = _state_dict_in(load_values(path, lazily=True))
     if not isinstance(result, dict) or not all(isinstance(k, str) for k in result):
         raise CheckpointDamaged(path=str(path), problems=("it is no state dict",))
     tensors = {k: v for k, v in result.items() if isinstance(v, Tensor)}
     return Weights({k: (v.dtype, v.shape) for k, v in tensors.items()}, tensors.__getitem__)
+
+
+def _state_dict_in(content: Any) -> Any:
+    """The weights in what a file holds: scripts also save them under a name, beside the optimizer's
+    state and numbers. Where several could be meant, none is."""
+    if not isinstance(content, dict) or "state_dict" in content:
+        return content["state_dict"] if isinstance(content, dict) else content
+    inner = [v for v in content.values() if isinstance(v, dict) and v]
+    weights = [v for v in inner if all(isinstance(each, Tensor) for each in v.values())]
+    own = any(isinstance(v, Tensor) for v in content.values())
+    return weights[0] if len(weights) == 1 and not own else content
 
 
 def _of_safetensors(path: Path) -> Weights:

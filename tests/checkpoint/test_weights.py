@@ -78,6 +78,18 @@ def test_an_export_is_read_by_from_pretrained(tmp_path: Path, shard: int) -> Non
     assert torch.equal(read.eval()(ids).logits, model.eval()(ids).logits)
 
 
+def test_weights_beside_other_state(tmp_path: Path) -> None:
+    model, optimizer, _ = build(0)
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}
+    torch.save(saved, tmp_path / "run.pt")
+    other = build(1)[0]
+    graphaccel.load(tmp_path / "run.pt", other)
+    assert same(model.state_dict(), other.state_dict())
+    torch.save({**saved, "average": model.state_dict()}, tmp_path / "run.pt")  # which of the two?
+    with pytest.raises(errors.CheckpointDiffers):
+        graphaccel.load(tmp_path / "run.pt", other)
+
+
 def test_a_whole_model_is_no_file_of_weights(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     torch.save(model, tmp_path / "model.pt")
