@@ -84,6 +84,7 @@ def _lost(lost: str, message: str) -> None:
         "reported",
         "why",
         "help",
+        "help",
         "explain",
     ]
 
