@@ -23,6 +23,7 @@ HEAVY = (
     "ort",
     "passes",
     "planner",
+    "report",
     "runtime",
     "sharding",
     "training",
