@@ -17,7 +17,7 @@ def _cases(test: str, **values: tuple[Hashable, ...]) -> dict[str, dict[str, Has
 
 
 def test_a_third_of_the_cases_and_two_at_least() -> None:
-    many = _cases("tests/report/test_a.py::test_many", a=tuple(range(6)), b=("off", "auto"))
+    many = _cases("tests/ir/test_a.py::test_many", a=tuple(range(6)), b=("off", "auto"))
     few = _cases("tests/ir/test_b.py::test_few", a=(0, 1, 2))
     one = {"tests/ir/test_b.py::test_one": {}}
     chosen = some_cases({**many, **few, **one})
