@@ -203,7 +203,7 @@ class Predictor:
         self, run: Run, fusions: tuple[str, ...], where: Cluster, recompute_whole: bool = True
     ) -> tuple[Plan, Profile]:
         """The run's plan with such kernels, and what a device of it runs. recompute_whole: of
-        blocks that are made again also what nothing reads."""
+        blocks that are recomputed also what nothing reads."""
         captured = self.captured(run, fusions, recompute_whole)
         plan = search(
             captured.whole.step,

@@ -24,7 +24,12 @@ from graphaccel.capture.export.python_function import (
     python_function,
 )
 from graphaccel.compat.torch import pytree
-from graphaccel.compat.torch.autograd import apply_function, functions_applied_by, is_checkpoint
+from graphaccel.compat.torch.autograd import (
+    apply_function,
+    forward_class,
+    functions_applied_by,
+    is_checkpoint,
+)
 from graphaccel.compat.torch.fakes import FakeTensor
 from graphaccel.compat.torch.modes import TorchDispatchMode, outside_modes
 from graphaccel.compat.torch.tensors import storage_key, version
@@ -49,7 +54,7 @@ def recording() -> Iterator[None]:
                 return function(*inputs)
         tensors = [x for x in pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
         recorded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        if is_own(kind) or not recorded:
+        if _is_own(kind) or not recorded:
             return apply_function(kind, *args)
         return _applied(kind, args)
 
@@ -65,8 +70,23 @@ def _refuse_transformed(kind: type[Function]) -> None:
     )
 
 
-def is_own(kind: type) -> bool:
-    """Whether a function belongs to torch's implementation, or to the recording."""
+def functions_behind(results: Sequence[Any]) -> Iterator[type]:
+    """The classes of autograd functions in the graph of some results, without those of torch's
+    implementation and of the recording."""
+    seen: set[Any] = set()
+    stack = [x.grad_fn for x in results if isinstance(x, torch.Tensor)]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        kind = forward_class(node)
+        if kind is not None and not _is_own(kind):
+            yield kind
+        stack += [before for before, _ in node.next_functions]
+
+
+def _is_own(kind: type) -> bool:
     return kind.__module__.startswith(_TORCH) or kind in (_Recorded, _Inner)
 
 

@@ -28,12 +28,11 @@ from graphaccel.capture.export.python_function import (
     RuleRefused,
     Slot,
 )
-from graphaccel.capture.export.recorded import is_own, record, recording, tried_hook
+from graphaccel.capture.export.recorded import functions_behind, record, recording, tried_hook
 from graphaccel.capture.export.statistics import FORMS, cumulative_averages
 from graphaccel.capture.export.weights import Weights
 from graphaccel.compat.torch.autograd import (
     checkpoints_called,
-    forward_class,
     gradient_nodes_refused,
     untransformed,
     version_read,
@@ -129,21 +128,13 @@ class Watch:
 
         Raises RuleRefused for an autograd function in the graph of `results` that was not
         intercepted."""
-        seen: set[Any] = set()
-        stack = [x.grad_fn for x in results if isinstance(x, torch.Tensor)]
-        while stack:
-            node = stack.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            kind = forward_class(node)
-            if kind is not None and not is_own(kind):
-                raise RuleRefused(
-                    f"the backward of `{kind.__name__}`",
-                    "it was applied in a way that is not seen",
-                    f"apply it in the forward:  {kind.__name__}.apply(x)",
-                )
-            stack += [before for before, _ in node.next_functions]
+        kind = next(functions_behind(results), None)
+        if kind is not None:
+            raise RuleRefused(
+                f"the backward of `{kind.__name__}`",
+                "it was applied in a way that is not seen",
+                f"apply it in the forward:  {kind.__name__}.apply(x)",
+            )
         marks = self.calls.marks
         marks[:] = [(mark, h) for mark, h in marks if h.id in (h.hooks_dict_ref() or ())]
         return tuple(mark for mark, _ in marks)

@@ -6,10 +6,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from graphaccel.capture.export.recorded import is_own
+from graphaccel.capture.export.recorded import functions_behind
 from graphaccel.capture.export.reports import without_reports
 from graphaccel.capture.state.carried import Ops
-from graphaccel.compat.torch.autograd import forward_class
 from graphaccel.compat.torch.fakes import FakeTensor
 from graphaccel.guards.reads import Reads
 
@@ -19,7 +18,7 @@ def run_rules(model: nn.Module, reads: Reads, ops: Ops) -> None:
     they read is recorded in `reads`."""
     results = [x for x in ops.returned if isinstance(x, torch.Tensor) and x.requires_grad]
     ops.returned = ()
-    if not results or not (ops.hooked or _has_rule(results)):
+    if not results or not (ops.hooked or any(functions_behind(results))):
         return
     trained = [p for p in nn.Module.parameters(model) if p.requires_grad]
     fake = next(p for p in trained if isinstance(p, FakeTensor)).fake_mode
@@ -29,17 +28,3 @@ def run_rules(model: nn.Module, reads: Reads, ops: Ops) -> None:
             torch.autograd.grad([x.sum() for x in results], trained, allow_unused=True)
     except Exception:  # whatever a rule raises when it needs a value; capture reports it
         return
-
-
-def _has_rule(results: list[torch.Tensor]) -> bool:
-    seen, stack = set(), [x.grad_fn for x in results]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        kind = forward_class(node)
-        if kind is not None and not is_own(kind):
-            return True
-        stack += [before for before, _ in node.next_functions]
-    return False

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.planner.cluster.cluster import Device
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.profile.axis_collectives import CollectiveCosts
@@ -25,7 +24,6 @@ from graphaccel.planner.profile.block_recompute import (
     recomputation_of,
     saved_with,
 )
-from graphaccel.planner.profile.lines import Lines
 from graphaccel.planner.profile.microbatch_profile import SizedProfile
 from graphaccel.planner.profile.step_columns import StepColumns
 
@@ -35,18 +33,13 @@ _CACHED = 2**25  # bytes of recompute choices that are cached: with many layers 
 class Profile(StepColumns):
     """Positions, storages, parameters and blocks of a step; sized profiles are cached."""
 
-    def __init__(
-        self,
-        step: StepGraph,
-        partial: Mapping[str, tuple[str, ...]] | None = None,
-        lines: Lines | None = None,
-        *,
-        compiled: bool = False,
-    ) -> None:
-        """See `StepColumns`."""
-        super().__init__(step, partial, lines, compiled=compiled)
-        self._sized: dict[Any, SizedProfile] = {}
-        self._devices: dict[int, tuple[Device, Device]] = {}
+    @cached_property
+    def _sized(self) -> dict[Any, SizedProfile]:
+        return {}
+
+    @cached_property
+    def _devices(self) -> dict[int, tuple[Device, Device]]:
+        return {}
 
     def sized(
         self,
