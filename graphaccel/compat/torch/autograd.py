@@ -37,6 +37,11 @@ def without_tensor_hooks(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
             hooks.update(held)
 
 
+def profiler_enabled() -> bool:
+    """Whether a profiler of torch's is on."""
+    return torch.autograd._profiler_enabled()
+
+
 def retains_graph() -> bool:
     """Whether the backward that runs now has retain_graph=True."""
     engine: Any = torch._C

@@ -23,6 +23,7 @@ from graphaccel.runtime.execution.lost_rank import described, is_connection, mod
 from graphaccel.runtime.execution.messages import Messages, sent_values
 from graphaccel.runtime.execution.out_of_memory import is_out_of_memory, out_of_memory
 from graphaccel.runtime.execution.parts import Parts, part_of
+from graphaccel.runtime.execution.profiled import ModuleRanges
 from graphaccel.runtime.execution.results import Results
 from graphaccel.runtime.execution.state import Held, StepResult, StepState
 from graphaccel.runtime.inductor.compile import StageCompiler
@@ -73,6 +74,7 @@ class Executor:
         }
         self._messages = Messages(program, mesh, microbatches)
         self._failures = Failures(mesh.rank, mesh.world)
+        self._ranges = ModuleRanges()
         self._results = Results(program, mesh, held, microbatches, unsplit=unsplit)
         for stage in self._stages.values():
             for graph in stage.graphs:
@@ -199,7 +201,7 @@ class Executor:
     def _run_graph(self, work: ActionWork) -> Sequence[Any]:
         """The outputs of a graph."""
         if self.graphs is None or not self.graphs.records(work.action[1]):
-            return work.graph(work.inputs)
+            return self._ranges.of(work.graph)(work.inputs)
         return self.graphs.run(work)
 
     def _stored(self, value: Value) -> torch.Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -142,6 +143,7 @@ class Compiled:
         self, module: fx.GraphModule, parts: Sequence[Piece], runs: Sequence[Boxed]
     ) -> None:
         self.graph = module.graph
+        self._parts = parts
         given = [n for n in module.graph.nodes if n.op == "placeholder"]
         slots = {n: i for i, n in enumerate(given)}
         for piece in parts:
@@ -159,6 +161,15 @@ class Compiled:
             frees = tuple(slots[n] for n in piece.inputs if last[n] == number and n not in kept)
             start = slots[piece.outputs[0]] if piece.outputs else 0
             self._steps.append((run, reads, frees, start, start + len(piece.outputs)))
+
+    def with_runs(self, change: Callable[[Boxed, Sequence[fx.Node]], Boxed]) -> Compiled:
+        """The same with other code for each piece: `change` of its code and its calls."""
+        other = copy(self)
+        other._steps = [
+            (change(run, piece.nodes), *rest)
+            for piece, (run, *rest) in zip(self._parts, self._steps, strict=True)
+        ]
+        return other
 
     def __call__(self, boxed: list[Any]) -> list[Any]:
         values = boxed + [None] * (self._size - len(boxed))
