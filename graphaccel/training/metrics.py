@@ -1,11 +1,12 @@
-"""Writes what a run logs as JSON lines: losses, rates, seconds of a step, tokens a second."""
+"""Writes what a run logs, as JSON lines and for TensorBoard: losses, rates, seconds of a step,
+tokens a second."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +14,63 @@ import torch
 from transformers import TrainerCallback
 
 
-class MetricsFile(TrainerCallback):
-    """A line for each log of Trainer, by the first rank.
+class MetricsFile:
+    """JSON lines: a line for each log. resumes: lines are added to those of the file."""
 
-    file: is created, or appended to where a run resumes. rows: in an update. tokens: in a row; None
-    for pictures. The time of a step leaves evaluations and checkpoints out. `predicted_seconds` is
-    the plan's for a step, of which accumulation makes several an update; `mfu` is model FLOPs
-    utilisation.
+    def __init__(self, file: Path, *, resumes: bool) -> None:
+        self.file, self.resumes = file, resumes
+
+    def begin(self) -> None:
+        """Create the file, or empty it, unless the run resumes."""
+        if not self.resumes:
+            self.file.write_text("")
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Add the line of a log."""
+        with self.file.open("a") as file:
+            file.write(json.dumps({"step": step, **values}) + "\n")
+
+
+class MetricsBoard:
+    """Scalars for TensorBoard, `train/loss` and `eval/loss`. folder: of its event files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._writer: Any = None
+
+    def begin(self) -> None:
+        """Open the event file."""
+        from torch.utils.tensorboard import SummaryWriter  # an optional dependency
+
+        self._writer = SummaryWriter(str(self.folder))
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Add a scalar for each number of a log."""
+        for name, value in values.items():
+            if isinstance(value, (int, float)):
+                evaluated = name.startswith("eval_")
+                shown = f"eval/{name.removeprefix('eval_')}" if evaluated else f"train/{name}"
+                self._writer.add_scalar(shown, value, step)
+        self._writer.flush()
+
+
+class Metrics(TrainerCallback):
+    """What Trainer logs and what is measured beside it, given to writers by the first rank.
+
+    rows: in an update. tokens: in a row; None for pictures. The time of a step leaves evaluations
+    and checkpoints out. `predicted_seconds` is the plan's for a step, of which accumulation makes
+    several an update; `mfu` is model FLOPs utilisation.
     """
 
-    def __init__(self, file: Path, rows: int, tokens: int | None, *, resumes: bool) -> None:
-        self.file, self.rows, self.tokens, self.resumes = file, rows, tokens, resumes
+    def __init__(
+        self, writers: Sequence[MetricsFile | MetricsBoard], rows: int, tokens: int | None
+    ) -> None:
+        self.writers, self.rows, self.tokens = writers, rows, tokens
         self._began, self._seconds, self._steps = 0.0, 0.0, 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.is_world_process_zero and not self.resumes:
-            self.file.write_text("")
+        for writer in self.writers if state.is_world_process_zero else ():
+            writer.begin()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._began = time.perf_counter()
@@ -42,7 +84,7 @@ class MetricsFile(TrainerCallback):
     ) -> None:
         if not state.is_world_process_zero:
             return
-        line = {"step": state.global_step, **(logs or {})}
+        line = dict(logs or {})
         if self._steps:
             seconds = self._seconds / self._steps
             line |= {"seconds": round(seconds, 6), "rows_per_second": round(self.rows / seconds, 3)}
@@ -53,8 +95,8 @@ class MetricsFile(TrainerCallback):
         handle = getattr(model, "graphaccel", None)
         if handle is not None and handle.plan is not None:
             line |= _planned(handle, line, self.rows)
-        with self.file.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        for writer in self.writers:
+            writer.write(state.global_step, line)
 
 
 def _planned(handle: Any, line: Mapping[str, Any], rows: int) -> dict[str, Any]:

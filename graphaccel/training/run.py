@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +18,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from graphaccel.errors import BadData, BadTraining
 from graphaccel.integrations.transformers import Trainer
 from graphaccel.training.batch import batch_pins
-from graphaccel.training.metrics import MetricsFile
+from graphaccel.training.metrics import Metrics, MetricsBoard, MetricsFile
 from graphaccel.training.models import make_model, read_config
 from graphaccel.training.rows import Rows, make_rows
 from graphaccel.training.settings import Settings, model_task
@@ -106,18 +105,8 @@ def _arguments(settings: Settings, rows: Rows, *, evaluated: bool) -> TrainingAr
         save_total_limit=settings.keep,
         prediction_loss_only=settings.task not in _CLASSES,
         dataloader_pin_memory=torch.cuda.is_available(),
-        report_to=_loggers(settings),
+        report_to=[],
     )
-
-
-def _loggers(settings: Settings) -> list[str]:
-    """Raises BadTraining (GA418) where TensorBoard is asked for and not installed."""
-    if not settings.tensorboard:
-        return []
-    if not is_tensorboard_available():
-        raise BadTraining(what="TensorBoard is not installed", help_line="pip install tensorboard")
-    os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(settings.output / "runs"))
-    return ["tensorboard"]
 
 
 def _whole_batches(settings: Settings, rows: Rows) -> int:
@@ -142,10 +131,17 @@ def _updates(settings: Settings, rows: int) -> int:
 
 
 def _callbacks(settings: Settings) -> list[Any]:
-    if settings.metrics is None:
-        return []
+    """Raises BadTraining (GA418) where TensorBoard is asked for and not installed."""
+    writers: list[MetricsFile | MetricsBoard] = []
+    if settings.metrics is not None:
+        writers.append(MetricsFile(settings.metrics, resumes=settings.resume))
+    if settings.tensorboard:
+        if not is_tensorboard_available():
+            what = "TensorBoard is not installed"
+            raise BadTraining(what=what, help_line="pip install tensorboard")
+        writers.append(MetricsBoard(settings.output / "runs"))
     tokens = None if settings.task == "image-classification" else settings.length
-    return [MetricsFile(settings.metrics, settings.global_batch, tokens, resumes=settings.resume)]
+    return [Metrics(writers, settings.global_batch, tokens)] if writers else []
 
 
 def _checkpoint(settings: Settings) -> str | None:
