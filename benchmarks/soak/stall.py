@@ -2,9 +2,9 @@
 
     python -m benchmarks.soak.stall
 
-Both kinds in turn, in one run; the first asynchronous save too, whose host memory was allocated in
-the background of the steps before: by `save(every=)`, or by `load(asynchronous=True)` in a script
-that calls `save` only when one is due.
+Both kinds in turn, in one run, and medians of several runs; the first asynchronous save apart,
+whose host memory was allocated in the background of the steps before: by `save(every=)`, or by
+`load(asynchronous=True)` in a script that calls `save` only when one is due.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from benchmarks.shared.common import RESULTS
 from graphaccel.checkpoint.saver import saver_of
 
 BAR = 0.10
-ROUNDS = 4
+RUNS, ROUNDS = 5, 4
 
 
-def measure(width: int, every: int | None) -> dict[str, Any]:
-    """Seconds that training stands still, by kind of save; the first of each apart.
+def measure(width: int, every: int | None) -> dict[str, list[float]]:
+    """Seconds that training stands still in one run, by kind of save, in their order.
 
     every: as for `save`. None: `load` says that saves will be asynchronous.
     """
@@ -46,7 +46,7 @@ def measure(width: int, every: int | None) -> dict[str, Any]:
     if every is not None:
         graphaccel.save(folder, model, optimizer, step=1, every=every, asynchronous=True)
     seconds: dict[str, list[float]] = {"synchronous": [], "asynchronous": []}
-    time.sleep(10)  # steps of training
+    time.sleep(3)  # steps of training
     for step in range(10, 10 * (2 * ROUNDS + 1), 10):
         background = step // 10 % 2 == 1
         saved = graphaccel.save(
@@ -56,16 +56,23 @@ def measure(width: int, every: int | None) -> dict[str, Any]:
         seconds["asynchronous" if background else "synchronous"].append(round(saved.seconds, 3))
         saver_of(model).wait()
     shutil.rmtree(folder)
-    kept = seconds["asynchronous"]
-    typical = statistics.median(seconds["synchronous"])
-    state = sum(3 * p.numel() * p.element_size() for p in model.parameters())
+    return seconds
+
+
+def compared(width: int, every: int | None) -> dict[str, Any]:
+    """Medians over several runs, of the first asynchronous save and of the later ones, beside that
+    of the synchronous ones."""
+    runs = [measure(width, every) for _ in range(RUNS)]
+    typical = statistics.median(s for run in runs for s in run["synchronous"])
+    first = statistics.median(run["asynchronous"][0] for run in runs)
+    later = statistics.median(s for run in runs for s in run["asynchronous"][1:])
     return {
-        "mib": round(state / 2**20),
+        "mib": round(10 * 3 * 4 * (width * width + width) / 2**20),
         "machine": processor(),
         "torch": torch.__version__,
-        "seconds": seconds,
-        "first_over_synchronous": round(kept[0] / typical, 3),
-        "later_over_synchronous": round(statistics.median(kept[1:]) / typical, 3),
+        "seconds": runs,
+        "first_over_synchronous": round(first / typical, 3),
+        "later_over_synchronous": round(later / typical, 3),
     }
 
 
@@ -74,7 +81,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--width", type=int, default=1500)
     width = parser.parse_args().width
-    figures = {"load": measure(width, None), "every": measure(width, 10)}
+    figures = {"load": compared(width, None), "every": compared(width, 10)}
     text = json.dumps(figures, indent=2)
     print(text)
     (RESULTS / "soak_stall.json").write_text(text + "\n")
