@@ -51,9 +51,10 @@ def functions_of(called: Sequence[Called]) -> dict[int, list[FunctionType]]:
             left.append(one.code)
         else:
             functions[id(one.code)] = [function]
-    if len(_holders(left)) > len(left):
-        gc.collect()  # what nothing holds any more may be there on some ranks alone
     holders = _holders(left)
+    if len(holders) > len(left):
+        gc.collect()  # what nothing holds any more may be there on some ranks alone
+        holders = _holders(left)
     for function in holders:
         functions.setdefault(id(function.__code__), []).append(function)
     return functions

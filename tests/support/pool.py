@@ -281,7 +281,9 @@ def collect(most: int) -> int:
     if now > most + _GROWN_KIB:
         gc.unfreeze()
         most = now
-    gc.collect()
+        gc.collect()
+    else:  # the oldest generation is what was kept, where somebody has called `gc.unfreeze()`
+        gc.collect(1)
     gc.freeze()
     return most
 
