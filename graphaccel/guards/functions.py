@@ -53,7 +53,8 @@ def functions_of(called: Sequence[Called]) -> dict[int, list[FunctionType]]:
             functions[id(one.code)] = [function]
     holders = _holders(left)
     if len(holders) > len(left):
-        gc.collect()  # what nothing holds any more may be there on some ranks alone
+        holders.clear()
+        gc.collect()  # what nothing else holds any more may be there on some ranks alone
         holders = _holders(left)
     for function in holders:
         functions.setdefault(id(function.__code__), []).append(function)
