@@ -70,6 +70,15 @@ class PlannedStrategy(SingleDeviceStrategy):
         dist.broadcast_object_list(sent, src=src)
         return sent[0]
 
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """One answer for all ranks: whether all of them say yes, or any. Lightning asks some
+        questions (is this file there?) of the first rank alone."""
+        if not dist.is_initialized():
+            return decision
+        said = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(said, dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
+        return bool(said)
+
     def setup(self, trainer: Any) -> None:
         """Let the module train under a plan, with the optimizer that it configures."""
         self._settings = _precision_of(self._settings, self.precision_plugin)

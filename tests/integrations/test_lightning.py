@@ -116,6 +116,19 @@ def test_equal_to_plain_lightning(pool: Pool, name: str, tmp_path: Path) -> None
             torch.testing.assert_close(found[2], weights, rtol=1e-9, atol=CLOSE)
 
 
+def _decided() -> list[bool]:
+    strategy = PlannedStrategy(devices=2)
+    return [
+        strategy.reduce_boolean_decision(strategy.is_global_zero, all=every)
+        for every in (True, False)
+    ]
+
+
+def test_what_the_first_rank_alone_is_asked_is_known_to_all(pool: Pool) -> None:
+    """Whether a file is there, for its name: ranks that differ would save two checkpoints."""
+    assert pool.run(2, _decided) == [[False, True]] * 2
+
+
 def test_its_file_is_a_plain_checkpoint(tmp_path: Path) -> None:
     fit(str(tmp_path), PlannedStrategy(devices=1), within=False)
     plain = Classifier(within=False).double()
