@@ -232,13 +232,14 @@ def lightning(plan: dict[str, Any] | None, folder: Path, resumes: bool) -> Found
         logging.getLogger(name).setLevel(logging.ERROR)
     seen = Seen()
     strategy = "auto" if plan is None else PlannedStrategy(**{"devices": 2, **plan})
+    files = ModelCheckpoint(folder, "{step}", every_n_train_steps=HALF, save_top_k=-1)
     run = library.Trainer(
         max_steps=UPDATES, accelerator="cpu", devices=1, strategy=strategy,
         gradient_clip_val=CLIP, accumulate_grad_batches=2, logger=False,
         enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[seen, ModelCheckpoint(folder, "{step}", every_n_train_steps=HALF, save_top_k=-1)],
+        callbacks=[seen, files],
     )  # fmt: skip
-    # Two epochs: in the middle of one, Lightning resumes with its first batches, without a plan too.
+    # Two epochs: in the middle of one Lightning resumes with its first batches, with a plan or not.
     loader = torch.utils.data.DataLoader(training()[: ROWS * UPDATES], batch_size=ROWS)
     file = str(folder / f"step={HALF}.ckpt") if resumes else None
     run.fit(Classifier(), loader, ckpt_path=file)
