@@ -73,6 +73,10 @@ LEFT: dict[str, tuple[Callable[[Any, Tensor], Any], Callable[[Any], Any]]] = {
         lambda s, h: setattr(s.options, "last", h.std().item()),
         lambda s: s.options.last,
     ),
+    "a parameter": (
+        lambda s, h: setattr(s.layer.weight, "seen", h.std().item()),
+        lambda s: s.layer.weight.seen,
+    ),
     "a method": (lambda s, h: s.meter.put(h.std().item()), lambda s: s.meter.last),
     "nested": (
         lambda s, h: _set(s.nested["a"], "x", h.std().item()),

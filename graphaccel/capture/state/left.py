@@ -28,6 +28,8 @@ _OTHERS = 1000
 _ALONE = 16
 """How many entries are tried one by one."""
 
+_OF_FAKES = {"fake_device", "fake_mode", "constant", "real_tensor", "pytype", "dispatch_keys"}
+
 _NOTHING = object()
 
 Forward = Callable[[Ops], bool]
@@ -47,7 +49,8 @@ class _Unusable:
 
 
 def entries_of(model: nn.Module) -> dict[Path, Any]:
-    """Path → plain value, of what is in containers and objects that modules hold."""
+    """Path → plain value, of what is in containers and objects that modules hold, and of attributes
+    of their parameters and buffers."""
     results: dict[Path, Any] = {}
     seen: set[int] = set()
     stack: list[tuple[Path, Any, int]] = []
@@ -55,6 +58,8 @@ def entries_of(model: nn.Module) -> dict[Path, Any]:
         path = tuple(filter(None, name.split(".")))
         own = vars(module).items()
         stack += [((*path, k), v, 0) for k, v in own if k not in STRUCTURE and not _is_plain(v)]
+        for of, tensor in _tensors_of(module):
+            results |= {(*path, of, k): v for k, v in _attributes(tensor) if _is_plain(v)}
     while stack:
         path, value, depth = stack.pop()
         if id(value) in seen or depth > DEPTH:
@@ -150,6 +155,9 @@ def put_at(model: nn.Module, path: Path, value: Any) -> None:
         else:
             inner = holder._modules.get(name) if isinstance(holder, nn.Module) else None
             inner = vars(holder).get(name) if inner is None else inner
+            if not last and isinstance(holder, nn.Module) and name in dict(_tensors_of(holder)):
+                vars(getattr(holder, name))[path[-1]] = value
+                return
             if last or not _open(inner):
                 vars(holder)[name] = value
                 return
@@ -169,6 +177,16 @@ def _survive(model: nn.Module, paths: Collection[Path], forward: Forward) -> boo
     for path in paths:
         put_at(model, path, before[path])
     return replaced
+
+
+def _tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    held = (*module._parameters.items(), *module._buffers.items())
+    return ((name, tensor) for name, tensor in held if tensor is not None)
+
+
+def _attributes(tensor: torch.Tensor) -> Iterator[tuple[str, Any]]:
+    """What a script has set on a tensor; a fake one has attributes of torch's, too."""
+    return ((k, v) for k, v in vars(tensor).items() if not k.startswith("_") and k not in _OF_FAKES)
 
 
 def _items(value: Any) -> Iterator[tuple[Any, Any]]:
