@@ -74,9 +74,10 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Folders whose files take longest first, so that two processes end at the same time."""
     if config.getoption("--cases") == "some":
+        quick = [item for item in items if item.get_closest_marker("release") is None]
         chosen = some_cases(
-            {item.nodeid: _parameters(item) for item in items},
-            {item.nodeid: _weight(item) for item in items},
+            {item.nodeid: _parameters(item) for item in quick},
+            {item.nodeid: _weight(item) for item in quick},
         )
         config.hook.pytest_deselected(items=[i for i in items if i.nodeid not in chosen])
         items[:] = [i for i in items if i.nodeid in chosen]
@@ -153,6 +154,7 @@ def _kept(_memory: list[int]) -> Iterator[None]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--update-golden`: write what a golden test got as what it expects; look at the diff.
-    `--cases some`: of parametrized tests some cases (`support/cases.py`), as `make test` does."""
+    `--cases some`: of parametrized tests some cases (`support/cases.py`), and none that is marked
+    `release`, as `make test` does."""
     parser.addoption("--update-golden", action="store_true", default=False)
     parser.addoption("--cases", choices=("all", "some"), default="all")

@@ -12,6 +12,7 @@ from benchmarks.soak.life import Life
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 
+@pytest.mark.release
 def test_a_run_of_two_is_resumed_bitwise(tmp_path: Path) -> None:
     life = Life(tmp_path, "--slow", "1", devices=2)
     pids = life.ranks(2)

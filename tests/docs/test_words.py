@@ -17,7 +17,7 @@ DOCUMENTS = sorted(
 )  # fmt: skip
 INSTEAD = {
     r"(is|are|was|were|be|been) told": "is passed, reports, says",
-    r"lies|lie on|rests": "holds, is sharded, is on",
+    r"lies|lie on|rests|(they|that|parameters|weights|head|which) rest(?! of)": "holds, is on",
     r"lets? go of": "frees",
     r"(made|done|computed|gathered) again": "recomputed, gathered once more",
 }

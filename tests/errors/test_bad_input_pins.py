@@ -109,16 +109,16 @@ from tests.support.small import WIDTH, Classifier, small_batch
             {"cast_once": True, "reshard_after_forward": "once_per_step", "precision": "bf16"},
             "cast_once=True and reshard_after_forward='once_per_step'",
             ("cast_once=True                         with the others:  cast_once=False", "reshard_after_forward='once_per_step'  with the others:  reshard_after_forward='always'"),
-            "reshard_after_forward='once_per_step' is of zero=3, which gathers parameters that rest in shards; cast_once "
-            "holds casts of those that rest whole, under zero=0, 1 or 2",
+            "reshard_after_forward='once_per_step' is of zero=3, which gathers parameters that are held in shards; cast_once "
+            "holds casts of those that are whole, under zero=0, 1 or 2",
             "cast_once, reshard_after_forward",
         ),
         (
             {"reshard_after_forward": "never", "precision": "bf16-params", "data": 4, "cast_once": True},
             "reshard_after_forward='never' and cast_once=True",
             ("reshard_after_forward='never'  with the others:  reshard_after_forward='always'", "cast_once=True                 with the others:  cast_once=False"),
-            "reshard_after_forward='never' is of zero=3, which gathers parameters that rest in shards; cast_once "
-            "holds casts of those that rest whole, under zero=0, 1 or 2",
+            "reshard_after_forward='never' is of zero=3, which gathers parameters that are held in shards; cast_once "
+            "holds casts of those that are whole, under zero=0, 1 or 2",
             "reshard_after_forward, cast_once",
         ),
         (

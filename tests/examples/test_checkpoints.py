@@ -27,6 +27,7 @@ def _leave_half(whole: Path, half: Path) -> None:
             (half / file.name).write_bytes(content[: len(content) // 2])
 
 
+@pytest.mark.release
 @pytest.mark.multiprocess
 def test_it_resumes_where_it_stopped_under_another_plan(
     run_here, run_apart, run_ranks, tmp_path: Path

@@ -29,6 +29,7 @@ def tables(result: dict[str, Any]) -> str:
     return module.gpu_tables(result)
 
 
+@pytest.mark.release
 def test_everything_runs_at_toy_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "gpu.json"
     assert gpu.main(["--dry", "--models", "vit-large", "--output", str(file)]) == 0

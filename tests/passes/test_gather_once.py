@@ -1,4 +1,4 @@
-"""A parameter that rests in shards is gathered once a step, and microbatches read the result."""
+"""A parameter that is held in shards is gathered once a step, and microbatches read the result."""
 
 # ruff: noqa: E501  # graph text has long lines
 

@@ -1,4 +1,4 @@
-"""A parameter that rests in shards is gathered before its use."""
+"""A parameter that is held in shards is gathered before its use."""
 
 # ruff: noqa: E501  # graph text has long lines
 

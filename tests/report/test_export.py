@@ -297,7 +297,7 @@ def test_accelerate() -> None:
         ),
         ("megatron", facts(data=2, outputs="all"), 'outputs="all": '),
         ("megatron", facts(4, 4, pipeline=2, whole=False), "cuts inside a block: "),
-        ("torchtitan", facts(placements=(("w", ()),)), "how single parameters rest (w): "),
+        ("torchtitan", facts(placements=(("w", ()),)), "how single parameters are placed (w): "),
         ("torchtitan", facts(data=2, zero=3, offload=STATE), "optimizer state on the host: "),
         ("accelerate", facts(data=2, zero=3, offload=STATE), "optimizer state on the host: "),
         ("deepspeed", facts(data=2, offload=STATE), "optimizer state on the host without zero: "),

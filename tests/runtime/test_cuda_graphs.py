@@ -111,6 +111,7 @@ def test_steps_have_the_bits_of_the_same_plan_without(
     assert not recorder.arena.taken, "nothing in the pool outlives a step"
 
 
+@pytest.mark.release
 def test_what_a_script_does_between_steps(recorder: PoolRecorder) -> None:
     """Gradients that are kept and added to, zeroed in place, another shape of the batch,
     evaluations, and weights that are loaded."""

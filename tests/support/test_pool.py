@@ -105,6 +105,7 @@ def test_a_dead_worker_is_named_and_replaced(pool: Pool) -> None:
     assert after[0][0] != before[0][0]
 
 
+@pytest.mark.release
 def test_a_deadlock_of_all_ranks_ends_at_the_timeout(pool: Pool) -> None:
     with pytest.raises(WorkerError, match="Timed out") as caught:
         pool.run(2, _receive_what_nobody_sends, timeout_s=5.0)
@@ -112,6 +113,7 @@ def test_a_deadlock_of_all_ranks_ends_at_the_timeout(pool: Pool) -> None:
     assert len(pool.run(2, _sum_of_ranks, 1.0)) == 2
 
 
+@pytest.mark.release
 def test_a_hung_worker_is_named_with_its_stack_and_replaced() -> None:
     workers = Pool(timeout_s=5.0, grace_s=1.0)
     try:

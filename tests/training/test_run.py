@@ -109,6 +109,7 @@ def test_image_classification_learns(tmp_path: Path) -> None:
     assert evaluated(folder)["eval_accuracy"] > 0.85
 
 
+@pytest.mark.release
 @pytest.mark.multiprocess
 def test_two_processes_train_as_one_and_resume_under_another_plan(tmp_path: Path) -> None:
     data = corpora.help_texts(tmp_path / "text.jsonl")

@@ -297,6 +297,7 @@ def test_experts_are_predicted_on_their_axis() -> None:
     assert found.seconds > 0
 
 
+@pytest.mark.release
 def test_layers_of_different_kinds_are_predicted() -> None:
     """State space layers, attention and experts, on a tensor and an expert axis."""
     run = small(next(r for r in runs(kind="Nemotron_3_Super", tensor=2)), layers=8, kv_heads=2)

@@ -119,8 +119,8 @@ def _check_casts(pins: Pins, has_loss: bool) -> None:
     elif pins.zeros == (3,):
         reason = (
             f"reshard_after_forward={pins.reshard_after_forward!r} is of zero=3, which "
-            "gathers parameters that rest in shards; cast_once holds casts of those that rest "
-            "whole, under zero=0, 1 or 2"
+            "gathers parameters that are held in shards; cast_once holds casts of those that "
+            "are whole, under zero=0, 1 or 2"
         )
     elif not has_loss:
         reason = "with a loss outside of the graph there is one microbatch"

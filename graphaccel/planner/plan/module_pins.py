@@ -184,7 +184,7 @@ def read_placements(value: object, step: StepGraph) -> tuple[tuple[str, tuple[Sh
             reason += f"; there is {close[0]}" if close else ""
             raise BadPin(pin="placements", value={name: said}, reason=reason)
         if not isinstance(splits, tuple) or not all(isinstance(s, Sharded) for s in splits):
-            reason = f"{name} rests under shard(dim, axis), a tuple of them, or replicate()"
+            reason = f"{name} is placed by shard(dim, axis), a tuple of them, or replicate()"
             raise BadPin(pin="placements", value={name: said}, reason=reason)
         for split in splits:
             if split.axis not in SHARDING:

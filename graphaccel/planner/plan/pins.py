@@ -172,7 +172,7 @@ class Pins:
         "only where nothing fits otherwise, or where a step takes less", choices=OFFLOADS,
     )  # fmt: skip
     vocab: str | None = _pin(
-        "placement", "choice", "where embedding and head rest: a shard on each data rank, or split "
+        "placement", "choice", "where embedding and head are: a shard on each data rank, or split "
         "by words", choices=("data", "tensor"),
     )  # fmt: skip
     stage_of: tuple[tuple[str, int], ...] | None = _pin(
@@ -180,8 +180,8 @@ class Pins:
         metavar="MODULE=N", needs="pipeline > 1",
     )  # fmt: skip
     placements: tuple[tuple[str, tuple[Sharded, ...]], ...] | None = _pin(
-        "placement", "placements", "how single parameters rest: graphaccel.shard(dim, axis) or "
-        "graphaccel.replicate(), by name or module path", option=None,
+        "placement", "placements", "how single parameters are placed: graphaccel.shard(dim, axis) "
+        "or graphaccel.replicate(), by name or module path", option=None,
     )  # fmt: skip
     outputs: str | None = _pin(
         "placement", "choice", "what a training step returns besides the loss",

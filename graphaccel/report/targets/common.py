@@ -60,7 +60,8 @@ def refuse_common(facts: Facts, refused: Refused, target: str) -> None:
     plan = facts.plan
     if plan.placements:
         names = ", ".join(name for name, _ in plan.placements)
-        refused.add(f"how single parameters rest ({names}): {target} decides that for a module")
+        what = f"how single parameters are placed ({names})"
+        refused.add(f"{what}: {target} decides that for a module")
     if plan.reordered and target != "Megatron-LM":
         refused.add(
             f"axes in the order {', '.join(plan.reordered)}: the mesh of {target} has "

@@ -67,6 +67,7 @@ def test_what_rounding_explains_is_not_refused(pool: Pool) -> None:
     assert 1e-4 < max(errors) < 0.3  # far above what two orders of summation leave elsewhere
 
 
+@pytest.mark.release
 def test_what_it_does_not_explain_is(pool: Pool) -> None:
     for text in pool.run(2, _refused, 2.0):
         assert text.startswith("error[GA109]")

@@ -1,4 +1,4 @@
-"""What a script does with parameters that rest in shards, or on another pipeline rank, between
+"""What a script does with parameters that are held in shards, or on another pipeline rank, between
 steps: every op gives what it gives for whole parameters, or is refused (GA408)."""
 
 from __future__ import annotations

@@ -273,6 +273,7 @@ def test_no_bound_is_above_what_is_predicted(
     assert 0 < fitting < len(meshes)
 
 
+@pytest.mark.release
 def test_it_is_tried_where_nothing_else_fits(captured: Captured, made_up: MadeUp) -> None:
     step, where = captured("gpt"), _where(made_up, 1, TIGHT)
     plan = _find(step, where)
