@@ -31,6 +31,7 @@ from typing import Any
 MOST_WORKERS = 8
 START_LIMIT_S = 300.0
 _GROWN_KIB = 2**18
+_GROUP_THREADS = 6
 # What jobs import, once for all of them; transformers loads a model's module when it is asked for.
 _MODELS = ("bart", "bert", "gpt2", "llama", "mixtral", "resnet", "swin", "t5", "vit")
 PRELOADED = (
@@ -278,14 +279,25 @@ def collect(most: int) -> int:
     left is kept for later and not looked at again. most: the result of the last call, the largest
     memory of the process at a collection of all, in KiB."""
     now = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    if now > most + _GROWN_KIB:
+    grown = now > most + _GROWN_KIB
+    if grown:
         gc.unfreeze()
         most = now
+    # Where a job has unfrozen what earlier ones left, that is the oldest generation.
+    gc.collect(2 if grown or gc.get_freeze_count() else 1)
+    if _group_threads() > _GROUP_THREADS:
+        gc.unfreeze()
         gc.collect()
-    else:  # the oldest generation is what was kept, where somebody has called `gc.unfreeze()`
-        gc.collect(1)
     gc.freeze()
     return most
+
+
+def _group_threads() -> int:
+    """How many threads this process has for process groups: those that only garbage holds wake up a
+    hundred times a second, each."""
+    tasks = Path("/proc/self/task")
+    names = tasks.glob("*/comm") if tasks.is_dir() else ()
+    return sum(name.read_text().startswith("gloo") for name in names)
 
 
 def _answer(job: _Job) -> bytes:
