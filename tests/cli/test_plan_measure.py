@@ -47,6 +47,7 @@ def test_a_loss_outside_is_measured_too(folder: Path, capsys: pytest.CaptureFixt
     assert 0 < measured.fastest
 
 
+@pytest.mark.release
 @pytest.mark.multiprocess
 def test_a_step_is_measured_and_refines_a_cluster_file(
     folder: Path, capsys: pytest.CaptureFixture[str]

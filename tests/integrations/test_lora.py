@@ -134,6 +134,7 @@ def _with_trainer(plan: dict[str, Any], root: str) -> tuple[Any, Any, list[str]]
     return history, again, os.listdir(f"{root}/planned/checkpoint-4")
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("name", ["zero3", "pipeline"])
 def test_trainer_saves_and_resumes_adapters(pool: Pool, name: str, tmp_path: Path) -> None:
     expected = _fine_tuned(transformers.Trainer, str(tmp_path / "plain"))

@@ -122,6 +122,7 @@ def test_rows_of_deepseek_go_by_deep_ep_beside_another_where_recipes_say_so() ->
     assert by == {("b200-192gb", "26.04.01")}
 
 
+@pytest.mark.release
 def test_experts_that_are_made_again() -> None:
     run = next(run for run in unseen() if run.system.experts_again)
     assert (run.kind, run.device) == ("Nemotron_3_Nano", "h100-80gb")

@@ -33,8 +33,8 @@ class ModuleRanges:
             return graph  # type: ignore[no-any-return]
         kept = self._ranged.get(id(graph))
         if kept is None or kept[0] is not graph:
-            with_ranges = _pieces if isinstance(graph, Compiled) else with_module_ranges
-            kept = self._ranged[id(graph)] = (graph, with_ranges(graph))
+            own = _pieces(graph) if isinstance(graph, Compiled) else with_module_ranges(graph)
+            kept = self._ranged[id(graph)] = (graph, own)
         return kept[1]
 
 

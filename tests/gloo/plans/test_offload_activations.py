@@ -163,6 +163,7 @@ def _deep(blocks: int) -> tuple[list[float], dict[str, int]]:
     return found[0], found[2]
 
 
+@pytest.mark.release
 def test_many_layers_made_of_few(pool: Pool) -> None:
     """Programs of eight blocks are repeated from those of three and four."""
     plain = _made(8)
