@@ -84,11 +84,14 @@ class ShardedOptimizer:
         if layout is None or not (layout.splits or on_host):
             return parameter
         local = _local(parameter, layout)
-        if self._host is not None and gradient is not None:
-            stepped = self._host.copy_of(id(parameter), local, _local(gradient, layout))
+        own = None if gradient is None else _local(gradient, layout)
+        if not _reads_strides(optimizer):  # what it writes is copied back behind the step
+            local, own = local.contiguous(), None if own is None else own.contiguous()
+        if self._host is not None and own is not None:
+            stepped = self._host.copy_of(id(parameter), local, own)
         else:
             stepped = self._on_device(id(parameter), local, parameter.requires_grad)
-            stepped.grad = None if gradient is None else _local(gradient, layout)
+            stepped.grad = own
         if parameter in optimizer.state:
             state = optimizer.state.pop(parameter)
             optimizer.state[stepped] = self._host.state(state) if self._host is not None else state
@@ -180,6 +183,13 @@ class ShardedOptimizer:
             buckets[-1].append(parameter)
             filled += size
         return buckets
+
+
+def _reads_strides(optimizer: Optimizer) -> bool:
+    """Whether an optimizer may step a shard that is a part of each row: torch's own do. Fused ones
+    take the memory from its start on, as one range, and what others call is not known."""
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    return type(optimizer).__module__.startswith("torch.optim.") and not fused
 
 
 def _held(parameter: torch.Tensor) -> torch.Tensor:
