@@ -20,6 +20,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -295,9 +296,11 @@ def collect(most: int) -> int:
 def _group_threads() -> int:
     """How many threads this process has for process groups: those that only garbage holds wake up a
     hundred times a second, each."""
-    tasks = Path("/proc/self/task")
-    names = tasks.glob("*/comm") if tasks.is_dir() else ()
-    return sum(name.read_text().startswith("gloo") for name in names)
+    tasks, count = Path("/proc/self/task"), 0
+    for task in tasks.iterdir() if tasks.is_dir() else ():
+        with suppress(OSError):  # it has ended meanwhile
+            count += (task / "comm").read_text().startswith("gloo")
+    return count
 
 
 def _answer(job: _Job) -> bytes:

@@ -18,6 +18,7 @@ from graphaccel.capture.batch import leaf_name
 from graphaccel.capture.objects import opened
 from graphaccel.capture.state.carried import Ops, Path
 from graphaccel.compat.torch import pytree
+from graphaccel.compat.torch.fakes import attributes_of_fakes
 from graphaccel.guards.followed import DEPTH, is_object
 from graphaccel.guards.place import Place
 from graphaccel.guards.places import STRUCTURE
@@ -27,8 +28,6 @@ _OTHERS = 1000
 """By how much other numbers are given in a forward that shows what depends on values of tensors."""
 _ALONE = 16
 """How many entries are tried one by one."""
-
-_OF_FAKES = {"fake_device", "fake_mode", "constant", "real_tensor", "pytype", "dispatch_keys"}
 
 _NOTHING = object()
 
@@ -186,7 +185,8 @@ def _tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _attributes(tensor: torch.Tensor) -> Iterator[tuple[str, Any]]:
     """What a script has set on a tensor; a fake one has attributes of torch's, too."""
-    return ((k, v) for k, v in vars(tensor).items() if not k.startswith("_") and k not in _OF_FAKES)
+    own = attributes_of_fakes()
+    return ((k, v) for k, v in vars(tensor).items() if k not in own and k[:2] != "__")
 
 
 def _items(value: Any) -> Iterator[tuple[Any, Any]]:

@@ -37,6 +37,11 @@ def without_tensor_hooks(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
             hooks.update(held)
 
 
+ENTER_RANGE = torch.ops.profiler._record_function_enter_new.default
+EXIT_RANGE = torch.ops.profiler._record_function_exit._RecordFunction
+"""Ops that begin and end a range of the profiler, for graphs."""
+
+
 def profiler_enabled() -> bool:
     """Whether a profiler of torch's is on."""
     return torch.autograd._profiler_enabled()

@@ -6,16 +6,12 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import fx
 from torch.profiler import record_function
 
-from graphaccel.compat.torch.autograd import profiler_enabled
+from graphaccel.compat.torch.autograd import ENTER_RANGE, EXIT_RANGE, profiler_enabled
 from graphaccel.compat.torch.graphs import BoxedCode, graph_module
 from graphaccel.runtime.inductor.compile import Compiled
-
-_ENTER = torch.ops.profiler._record_function_enter_new.default
-_EXIT = torch.ops.profiler._record_function_exit._RecordFunction
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
@@ -48,8 +44,8 @@ def with_module_ranges(module: fx.GraphModule) -> fx.GraphModule:
         path = _module(node) if node.op == "call_function" else ""
         if path != inside and node.op != "get_attr":
             if handle is not None:
-                graph.call_function(_EXIT, (handle,))
-            handle = graph.call_function(_ENTER, (_name(path), None)) if path else None
+                graph.call_function(EXIT_RANGE, (handle,))
+            handle = graph.call_function(ENTER_RANGE, (_name(path), None)) if path else None
             inside = path
         copies[node] = graph.node_copy(node, lambda n: copies[n])
     return graph_module(module, graph)

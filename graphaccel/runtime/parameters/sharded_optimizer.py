@@ -73,19 +73,23 @@ class ShardedOptimizer:
                 + ("sharded" if self._host is None else "on the host"),
                 help_line="call the closure first, then optimizer.step()",
             )
+        views = _reads_strides(optimizer)
         for group in optimizer.param_groups:
-            group["params"] = [self._local_parameter(p, optimizer) for p in group["params"]]
+            group["params"] = [self._local_parameter(p, optimizer, views) for p in group["params"]]
         if self._host is not None:
             self._host.wait()
 
-    def _local_parameter(self, parameter: nn.Parameter, optimizer: Optimizer) -> nn.Parameter:
+    def _local_parameter(
+        self, parameter: nn.Parameter, optimizer: Optimizer, views: bool
+    ) -> nn.Parameter:
+        """The shard that the optimizer steps. views: whether it may be a part of each row."""
         layout, gradient = self.layouts.get(id(parameter)), parameter.grad
         on_host = self._host is not None and gradient is not None
         if layout is None or not (layout.splits or on_host):
             return parameter
         local = _local(parameter, layout)
         own = None if gradient is None else _local(gradient, layout)
-        if not _reads_strides(optimizer):  # what it writes is copied back behind the step
+        if not views:  # what it writes is copied back behind the step
             local, own = local.contiguous(), None if own is None else own.contiguous()
         if self._host is not None and own is not None:
             stepped = self._host.copy_of(id(parameter), local, own)
