@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -112,21 +113,21 @@ class Handle:
     @property
     def predicted_peak_bytes(self) -> int | None:
         """Predicted peak tensor bytes on this rank."""
-        memory = None if self._prepared is None else self._prepared.memory
+        memory = None if self._steps is None else self._steps.memory
         return None if memory is None else memory.tensors
 
     @property
     def predicted_pass_bytes(self) -> int | None:
         """Predicted peak bytes of tensors on this rank during forward and backward, without
         optimizer state."""
-        memory = None if self._prepared is None else self._prepared.memory
+        memory = None if self._steps is None else self._steps.memory
         phases = None if memory is None else memory.phases
         return None if phases is None else phases.later
 
     @property
     def predicted_host_bytes(self) -> int | None:
         """Predicted peak bytes of host memory that the plan uses for this rank."""
-        memory = None if self._prepared is None else self._prepared.memory
+        memory = None if self._steps is None else self._steps.memory
         return None if memory is None else memory.host
 
     def utilisation(self, seconds: float) -> float | None:
@@ -266,8 +267,6 @@ class Handle:
         check_autocast(self._precision(), self._run.settings.device.type)
         if training:
             check_hooks(self._inner, returns_loss=callable(self.compiler.model.loss_fn))
-            if self._prepared is not None:
-                self._prepared.registered.check(model)
         with without_autocast():
             return self._train(batch) if training else self._evaluate(batch)
 
@@ -302,11 +301,12 @@ class Handle:
 
     def _train(self, batch: Batch) -> Any:
         run = self._run
-        program = self.program
+        program, prepared = self.program, self._prepared
+        trained = None if prepared is None else prepared.registered.check(run.model)
         whole = joined(run, TRAIN, batch, self._prepared)
         batch = whole.batch
         random = program is not None and (program.random or program.shared_draws)
-        state = run.compiler.captures.state_digest(batch)
+        state = run.compiler.captures.state_digest(batch, trained=trained)
         leaves = run.agreement.check(TRAIN, batch, random=random, state=state)
         if run.agreement.steps == 1 and self._whole():
             refuse_other_weights(run.model, run.settings.devices)
@@ -322,7 +322,7 @@ class Handle:
         more = steps.completed(batch)
         if more is not None:
             batch, leaves = with_rows(batch, more), more.leaves(leaves)
-        variant = steps.training(batch)
+        variant = steps.training(batch, trained or frozenset())
         self._form.after_step(variant.guards.numbers)
         prepared.session.follow()
         self._compare_before(batch, prepared, variant)
@@ -369,7 +369,9 @@ class Handle:
         try:
             result = session.step(compiled, leaves)
         except DeviceOutOfMemory as error:
-            raise prepared.beside_prediction(error, run.compiler) from error.__cause__
+            assert self._steps is not None
+            now = replace(prepared, memory=self._steps.memory)
+            raise now.beside_prediction(error, run.compiler) from error.__cause__
         run.gate.spoilt(result.overflow)
         given = partial(step_results, run, prepared, result, compiled.program)
         run.gate.check(given, session.mesh)

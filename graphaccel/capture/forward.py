@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import torch
@@ -57,9 +57,14 @@ def _merged(forward: ForwardGraph, tied: Mapping[str, str]) -> ForwardGraph:
 
 def tied_names(model: nn.Module) -> dict[str, str]:
     """Name of every parameter that shares its storage with an earlier one → the earlier name."""
+    return tied_among(model.named_parameters(remove_duplicate=False))
+
+
+def tied_among(named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, str]:
+    """`tied_names` of these parameters."""
     first: dict[int, str] = {}
     tied = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in named:
         stands = first.setdefault(id(parameter), name)
         if stands != name:
             tied[name] = stands

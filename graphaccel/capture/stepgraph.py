@@ -256,7 +256,7 @@ def _captured(
         base,
         dims,
         tied_names(model),
-        _trainable(model),
+        trained_names(model),
         model.training,
         answers=answers,
     )
@@ -281,7 +281,7 @@ def _repeated(
     more = [shortened(model, {r: KEPT + (r is run) for r in runs}) for run in runs]
     with without_stack_traces():
         longer = tuple(_captured(one, batch, loss_fn, False, dims, answers) for one in more)
-    return expanded(Repeats(runs, short, longer), tied_names(model), _trainable(model))
+    return expanded(Repeats(runs, short, longer), tied_names(model), trained_names(model))
 
 
 def expanded(repeats: Repeats, tied: Mapping[str, str], trainable: frozenset[str]) -> StepGraph:
@@ -421,7 +421,8 @@ def _all_others(repeats: Repeats) -> tuple[tuple[sympy.Symbol, int, ForwardGraph
     return tuple((s, n, g) for (s, n, _), g in zip(short.others, built, strict=True))
 
 
-def _trainable(model: nn.Module) -> frozenset[str]:
+def trained_names(model: nn.Module) -> frozenset[str]:
+    """Every name of the parameters that require a gradient now."""
     return frozenset(
         n for n, p in model.named_parameters(remove_duplicate=False) if p.requires_grad
     )

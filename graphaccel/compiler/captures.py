@@ -28,14 +28,13 @@ from graphaccel.capture.state.caches import caches_of, forget_traced
 from graphaccel.capture.state.carried import Path
 from graphaccel.capture.state.numbers import same_but_numbers
 from graphaccel.capture.state.observe import Observed, observe
-from graphaccel.capture.stepgraph import MANY, StepGraph, capture
+from graphaccel.capture.stepgraph import MANY, StepGraph, capture, trained_names
 from graphaccel.capture.symbols import BATCH, SEQUENCE
-from graphaccel.compat.torch import pytree
-from graphaccel.compat.torch.fakes import FakeTensor, FakeTensorMode
+from graphaccel.compat.torch.fakes import FakeTensor
 from graphaccel.compiler.capture_apart import capture_apart
 from graphaccel.compiler.capture_context import without_autocast
 from graphaccel.compiler.input_checks import refuse_empty, refuse_untrained
-from graphaccel.compiler.model import Model, follow_attributes, without_data
+from graphaccel.compiler.model import Model, fake_mode, follow_attributes, without_data
 from graphaccel.errors import GraphAccelError, StateFrozen
 from graphaccel.garbage import no_collections
 from graphaccel.guards.effects import effect_text
@@ -149,11 +148,13 @@ class Captures:
         names = (*batch.names, *guards.numbers)
         return replace(batch, leaves=(*batch.leaves, *numbers), names=names)
 
-    def state_digest(self, batch: Batch, *, training: bool = True) -> str:
+    def state_digest(
+        self, batch: Batch, *, training: bool = True, trained: frozenset[str] | None = None
+    ) -> str:
         """Digest of the current Python values that the step of a batch depends on: equal on ranks
-        that will run the same step. "" before the first capture."""
+        that will run the same step. "" before the first capture. trained: `trained_names` now."""
         latest = None
-        for step, _ in self._fitting_steps(batch, training):
+        for step, _ in self._fitting_steps(batch, training, trained):
             guards = self.guards(step, batch)
             if guards.hold():
                 return repr((step.fingerprint, guards.numbers_now()))
@@ -161,12 +162,17 @@ class Captures:
         changes = () if latest is None else latest.changes()
         return repr(sorted((c.place.name, c.now) for c in changes)) if changes else ""
 
-    def _fitting_steps(self, batch: Batch, training: bool) -> list[tuple[StepGraph, dict]]:
-        """Steps that fit the batch's signature, the latest first."""
+    def _fitting_steps(
+        self, batch: Batch, training: bool, trained: frozenset[str] | None = None
+    ) -> list[tuple[StepGraph, dict]]:
+        """Steps that fit the batch's signature and train what is trained now, the latest first."""
+        if trained is None:
+            trained = trained_names(self.model.module) if training else frozenset()
         results = []
         for (signature, *_), step in reversed(self.steps.items()):
             sizes = self._fitting(step, batch, training)
-            if sizes is not None and _same_values(signature, batch.signature()):
+            fits = sizes is not None and (not training or trained <= step.trainable)
+            if fits and _same_values(signature, batch.signature()):
                 results.append((step, sizes))
         return results
 
@@ -341,7 +347,7 @@ class Captures:
         numbers: names of places that become leaves after those of the batch.
         """
         model = self._fresh(training)
-        with _mode_of(model):
+        with fake_mode(model):
             leaves = tuple(
                 torch.empty(
                     x.shape, dtype=x.dtype, device=_real(x.device), requires_grad=x.requires_grad
@@ -440,7 +446,3 @@ def _path(name: str) -> str:
 
 def _real(device: torch.device) -> torch.device:
     return torch.device("cpu") if device.type == "meta" else device
-
-
-def _mode_of(module: nn.Module) -> FakeTensorMode:
-    return next(iter(pytree.tree_leaves(list(module.parameters())))).fake_mode

@@ -215,19 +215,21 @@ def with_data(result: nn.Module, tensors: Mapping[int, torch.Tensor]) -> nn.Modu
 
 
 def follow_attributes(result: nn.Module, module: nn.Module) -> None:
-    """Give a copy of `without_data` the Python attributes that its original has now."""
+    """Give a copy of `without_data` the Python attributes that its original has now, and let the
+    same parameters of it require a gradient."""
     copies = dict(result.named_modules())
     originals = {name: m for name, m in module.named_modules() if name in copies}
     known: dict[int, Any] = {id(m): copies[name] for name, m in originals.items()}
-    mode = next(p.fake_mode for p in nn.Module.parameters(result) if isinstance(p, FakeTensor))
     for name, m in originals.items():
-        _follow_buffers(copies[name], m, mode)
+        _follow_buffers(copies[name], m, fake_mode(result))
     fakes = dict(_tensors(result))
     memory: dict[int, torch.Tensor] = {}
     for name, tensor in _tensors(module):
         if name in fakes:
             known[id(tensor)] = fakes[name]
             follow_values(fakes[name], tensor)
+            if isinstance(tensor, nn.Parameter):
+                fakes[name].requires_grad_(tensor.requires_grad)
             memory[memory_of(tensor)] = fakes[name].detach()
     _know_others(module, known, memory)
     own = {
@@ -239,6 +241,11 @@ def follow_attributes(result: nn.Module, module: nn.Module) -> None:
         for gone in [k for k in state if k not in _STRUCTURE and k not in values]:
             del state[gone]
         state.update(values)
+
+
+def fake_mode(result: nn.Module) -> FakeTensorMode:
+    """The mode of the tensors of a copy of `without_data`."""
+    return next(p.fake_mode for p in nn.Module.parameters(result) if isinstance(p, FakeTensor))
 
 
 def _follow_buffers(copy: nn.Module, original: nn.Module, mode: FakeTensorMode) -> None:

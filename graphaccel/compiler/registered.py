@@ -1,5 +1,5 @@
 """Refuses changes of which parameters and buffers a model has, after its step was captured: their
-shapes, which are tied, which are trained."""
+shapes, which are tied."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from graphaccel.capture.forward import tied_names
+from graphaccel.capture.forward import tied_among
 from graphaccel.errors import GraphMisuse
 
 _BEFORE = "change the layers of the model before:  graphaccel.optimize(model, optimizer)"
@@ -34,17 +34,21 @@ class Registered:
         named = dict(model.named_parameters(remove_duplicate=False))
         held = model.named_buffers(remove_duplicate=False)
         return Registered(
-            tied_names(model),
+            tied_among(named.items()),
             {n: p.requires_grad for n, p in named.items()},
             {n: p.shape for n, p in named.items()},
             {n: (b.dtype, b.shape) for n, b in held if n in buffers},
         )
 
-    def check(self, model: nn.Module) -> None:
-        """Raises GraphMisuse (GA407) if the captured step would train another model than this."""
+    def check(self, model: nn.Module) -> frozenset[str]:
+        """The names of the parameters that are trained now. Raises GraphMisuse (GA407) if the
+        captured step is of another model than this."""
         now = Registered.of(model, self.buffers)
-        if now == self:
-            return
+        if now != self:
+            self._compare(now)
+        return frozenset(name for name, trained in now.trained.items() if trained)
+
+    def _compare(self, now: Registered) -> None:
         for name in self.trained:
             if name not in now.trained:
                 raise GraphMisuse(
@@ -57,14 +61,6 @@ class Registered:
                 raise GraphMisuse(
                     what=f"the model had no parameter `{name}` when the step was captured",
                     help_line=_BEFORE,
-                )
-            if trained and not self.trained[name]:
-                raise GraphMisuse(
-                    what=f"parameter `{name}` was frozen when the step was captured, and is not "
-                    "any more",
-                    help_line="have it captured as trainable, and freeze it after that:  "
-                    "graphaccel.optimize(model, optimizer, example_batch=batch); "
-                    "parameter.requires_grad_(False)",
                 )
         _check_ties(self.tied, now.tied)
         self._check_shapes(now)

@@ -10,6 +10,7 @@ import torch
 
 from graphaccel.compiler.compiler import Planned
 from graphaccel.compiler.probe_coupling import coupling_of
+from graphaccel.dispatch.updates import shards_later
 from graphaccel.errors import NotElementwise
 from graphaccel.runtime.parameters.sharded_optimizer import is_elementwise
 from graphaccel.runtime.parameters.whole_matrices import StateKeys
@@ -37,7 +38,7 @@ def state_keys(optimizer: torch.optim.Optimizer, planned: Planned) -> StateKeys 
     Raises NotElementwise (GA211) for an optimizer that couples parameters on several devices.
     """
     plan, program = planned.plan, planned.program
-    sharded = bool(program.owned or program.parameter_shards)
+    sharded = bool(program.owned or program.parameter_shards) or shards_later(planned)
     if is_elementwise(optimizer) or not (sharded or plan.pipeline > 1):
         return None
     known = coupling_of(optimizer)

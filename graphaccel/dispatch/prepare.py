@@ -15,7 +15,7 @@ from graphaccel.dispatch.comparisons import model_pair
 from graphaccel.dispatch.optimizers import state_keys
 from graphaccel.dispatch.run import Prepared, Run, dtypes_of
 from graphaccel.dispatch.together import capture_together, check_same_plan, choose_together
-from graphaccel.dispatch.updates import register_updates
+from graphaccel.dispatch.updates import register_updates, shards_later
 from graphaccel.errors import Unsupported
 from graphaccel.ir.program import StepProgram
 from graphaccel.planner.plan.prediction import StageMemory
@@ -66,7 +66,7 @@ def prepare(
     program, optimizer = chosen.program, run.optimizer
     session.settle(program_homes(program), chosen.step.tied, optimizer, program, initial)
     vars(run.model).pop(RECORD, None)
-    meshes = stage_meshes(session)
+    meshes = stage_meshes(session, later=shards_later(chosen))
     clip = run.settings.clip_norm
     hooks = run.hooks
     updates = register_updates(run.model, optimizer, hooks, chosen, session, clip, meshes, keys)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from dataclasses import replace
 
 import torch
+from torch import nn
 
 from graphaccel.capture.batch import Batch
 from graphaccel.capture.stepgraph import StepGraph
@@ -16,16 +18,23 @@ from graphaccel.dispatch.run import Prepared, Run, dtypes_of
 from graphaccel.dispatch.together import capture_together
 from graphaccel.dispatch.variants import Variant, Variants
 from graphaccel.errors import BatchChanged, CaptureRefused
+from graphaccel.errors.messages import format_bytes
+from graphaccel.ir.program import StepProgram
 from graphaccel.progress import progress
+from graphaccel.runtime.parameters.later_layouts import add_layouts_of
 from graphaccel.runtime.session import CompiledStep
 
 
 class Steps:
-    """Compiled steps by signature of the batch and mode of the model, `max_programs` at most."""
+    """Compiled steps by signature of the batch and mode of the model, `max_programs` at most.
+
+    memory: predicted, of this rank, for the parameters that are trained.
+    """
 
     def __init__(self, run: Run, prepared: Prepared) -> None:
         self._run, self._prepared = run, prepared
         self._reported_sizes: set[int] = set()
+        self._trained, self.memory = prepared.planned.step.trainable, prepared.memory
         self._known = Variants(run.settings.max_programs, prepared.session.forget)
 
     def first(self, batch: Batch, *, example: bool) -> Variant:
@@ -49,11 +58,14 @@ class Steps:
             progress("batch", more.line(batch), 0.0)
         return more
 
-    def training(self, batch: Batch) -> Variant:
-        """The training step of a batch. Raises BatchChanged (GA406) for other dtypes, and for other
-        inputs where the model computes no loss of them."""
+    def training(self, batch: Batch, trained: frozenset[str]) -> Variant:
+        """The training step of a batch. trained: the parameters that require a gradient now.
+
+        Raises BatchChanged (GA406) for other dtypes, and for other inputs where the model computes
+        no loss of them.
+        """
         key = _training_key(batch)
-        known = self._known.find(key)
+        known = self._known.find(key, trained)
         if known is not None:
             check_indices(known.step, batch)
             return known
@@ -70,8 +82,27 @@ class Steps:
         check_indices(captured, batch)
         check_positions(captured, sizes)
         step, program = run.compiler.compile(batch, planned, prepared.stored)
+        self._follow_trained(batch, step, program)
         run.gate.later(step, lambda: whole_pair(run, prepared, batch), whole=prepared.whole)
         return self._add(key, batch, step, compiled_training(step, program, planned.plan))
+
+    def _follow_trained(self, batch: Batch, step: StepGraph, program: StepProgram) -> None:
+        """Lay out gradients and optimizer state of parameters that no step before trained, predict
+        memory anew, and report it to the user. Collective."""
+        run, prepared = self._run, self._prepared
+        unfrozen = step.trainable - self._trained
+        if not unfrozen:
+            return
+        self._trained |= unfrozen
+        add_layouts_of(prepared.session, program, run.optimizer)
+        prepared.updates.follow(run.model, prepared.session)
+        said, planned = _unfrozen(run.model, unfrozen), prepared.planned
+        if self.memory is not None and planned.plan.prediction is not None:
+            now = run.compiler.memory(replace(planned, step=step, program=program), batch)
+            at = prepared.session.mesh.pipeline_index
+            self.memory = now.of_ranks(planned.plan.prediction.chosen)[at]
+            said += f", {format_bytes(self.memory.peak)} predicted"
+        progress("unfrozen", said, 0.0)
 
     def evaluation(self, batch: Batch) -> Variant:
         """The forward-only step of a batch, in the model's current mode."""
@@ -100,6 +131,13 @@ class Steps:
         captures = self._run.compiler.captures
         variant = Variant(compiled, captures.guards(step, batch), step, captures.left(step))
         return self._known.add(key, variant, example=example)
+
+
+def _unfrozen(model: nn.Module, names: frozenset[str]) -> str:
+    """What is reported of parameters that a new capture trains."""
+    own = [name for name, _ in model.named_parameters() if name in names]
+    more = f" and {len(own) - 3} more" if len(own) > 3 else ""
+    return f"{', '.join(own[:3])}{more}: the step is captured anew, under the same plan"
 
 
 def _training_key(batch: Batch) -> Hashable:

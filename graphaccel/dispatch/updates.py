@@ -29,12 +29,24 @@ class Updates:
     """What takes part in an optimizer's step.
 
     gradients: norm and overflow of the gradients of all ranks. step: our fused step. host: the
-    copies of parameters that are updated on the host.
+    copies of parameters that are updated on the host. shards, state: what steps, saves and loads
+    shards.
     """
 
     gradients: AllGradients | None = None
     step: OptimizerStep | None = None
     host: HostCopies | None = None
+    shards: ShardedOptimizer | WholeMatrixOptimizer | None = None
+    state: OptimizerState | None = None
+
+    def follow(self, model: nn.Module, session: Session) -> None:
+        """Use the layouts that the session has now."""
+        named = dict(model.named_parameters(remove_duplicate=False))
+        if self.shards is not None:
+            layouts = session.states if self.host is None else session.step_layouts()
+            self.shards.add_layouts(named, layouts)
+        if self.state is not None:
+            self.state.add_layouts({id(named[n]): layout for n, layout in session.states.items()})
 
 
 def register_updates(
@@ -65,21 +77,28 @@ def register_updates(
         hooks.add(gradients.clip_all)
     if session.mesh.pipeline > 1:
         hooks.add(_without_remote_gradients)
-    if session.states or host is not None:
-        named = dict(model.named_parameters(remove_duplicate=False))
-        layouts = session.states if host is None else session.step_layouts()
+    shards, state = None, None
+    later = shards_later(planned)
+    if session.states or later or host is not None:
         if keys is None:
             size = planned.plan.bucket_bytes
-            ShardedOptimizer(optimizer, hooks, named, layouts, size, host)
+            shards = ShardedOptimizer(optimizer, hooks, size, host)
         else:
-            WholeMatrixOptimizer(optimizer, hooks, named, layouts, keys)
-        sharded = {id(named[n]): layout for n, layout in session.states.items()}
-        if sharded:
-            OptimizerState(optimizer, sharded, meshes)
+            shards = WholeMatrixOptimizer(optimizer, hooks, keys)
+    if session.states or later:
+        state = OptimizerState(optimizer, meshes)
     if step is not None:
         hooks.add_after_closures(step.in_closure)
         step.start()
-    return Updates(gradients, step, host)
+    updates = Updates(gradients, step, host, shards, state)
+    updates.follow(model, session)
+    return updates
+
+
+def shards_later(planned: Planned) -> bool:
+    """Whether unfreezing a parameter that the step does not train could shard more state."""
+    names = {spec.name for spec in planned.step.inputs if spec.kind == "parameter"}
+    return bool(planned.plan.zero and planned.plan.shards > 1 and names - planned.step.trainable)
 
 
 def _all_gradients(

@@ -61,11 +61,11 @@ class Variants:
         self._known: dict[Any, list[Variant]] = {}  # latest used last
         self._reported = False
 
-    def find(self, key: Any) -> Variant | None:
-        """The one whose guards hold."""
+    def find(self, key: Any, trained: frozenset[str] = frozenset()) -> Variant | None:
+        """The one whose guards hold, and which trains these parameters."""
         known = self._known.get(key, [])
         for place, variant in enumerate(known):
-            if variant.guards.hold():
+            if trained <= variant.step.trainable and variant.guards.hold():
                 if place:
                     known.insert(0, known.pop(place))
                 self._known[key] = self._known.pop(key)

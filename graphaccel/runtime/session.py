@@ -216,7 +216,7 @@ class Session:
             ):
                 if splits:
                     layouts[name] = ShardLayout(parameter.shape, splits, self.mesh)
-        self.mesh.ensure(sorted(_all_axes(program, self.mesh)))
+        self.mesh.ensure(sorted(all_axes(program, self.mesh)))
         shards: dict[str, torch.Tensor] = {}
         with torch.no_grad():
             for group in self.groups:
@@ -439,7 +439,7 @@ def _shard_state(parameter: nn.Parameter, layout: ShardLayout, optimizer: Any) -
             state[key] = layout.own(value).clone()
 
 
-def _all_axes(program: StepProgram, mesh: Mesh) -> set[str]:
+def all_axes(program: StepProgram, mesh: Mesh) -> set[str]:
     """The axes, joined by "+", that something in any stage is sharded over."""
     names = {*program.parameter_shards, *program.owned}
     splits = [f(n) for n in names for f in (program.gradient_splits, program.state_splits)]

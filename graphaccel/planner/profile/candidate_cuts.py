@@ -53,7 +53,7 @@ def _where(profile: Profile) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     casts[profile.node_position[profile.node_released]] = True
     computes = np.flatnonzero(~casts)
     for parameter in profile.parameters:  # a cast of it comes before the compute that reads it
-        if parameter.trainable and parameter.positions:
+        if parameter.positions:
             first = np.searchsorted(computes, parameter.positions[0])
             used[computes[first]] += 1
     used = np.cumsum(used)[:-1]

@@ -45,29 +45,33 @@ def is_elementwise(optimizer: Optimizer | None) -> bool:
 class ShardedOptimizer:
     """Hooks around one optimizer that swap parameters for their twins.
 
-    layouts: of optimizer state, by name of the parameter, then by its identity; without splits
-    where this rank holds it in full. host: where the optimizer works, if not on the device.
+    layouts: of optimizer state, by the identity of its parameter; without splits where this rank
+    holds it in full. host: where the optimizer works, if not on the device.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
         hooks: StepHooks,
-        parameters: Mapping[str, nn.Parameter],
-        layouts: Mapping[str, ShardLayout],
         bucket_bytes: int,
         host: HostCopies | None = None,
     ) -> None:
-        self.layouts = {id(parameters[n]): layout for n, layout in layouts.items()}
+        self.layouts: dict[int, ShardLayout] = {}
         self._bucket_bytes, self._host = bucket_bytes, host
         self._stepped: dict[int, nn.Parameter] = {}
         self._swapped: list[tuple[nn.Parameter, nn.Parameter]] = []
         hooks.add(self._before)
         optimizer.register_step_post_hook(self._after)
 
+    def add_layouts(
+        self, parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, ShardLayout]
+    ) -> None:
+        """Add layouts, by name of the parameter."""
+        self.layouts |= {id(parameters[n]): layout for n, layout in layouts.items()}
+
     def _before(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
         self._restore(optimizer)  # the previous step may have raised
-        if closure_of(args, kwargs) is not None:  # may be called several times
+        if self.layouts and closure_of(args, kwargs) is not None:  # may be called several times
             raise GraphMisuse(
                 what="optimizer.step(closure) where optimizer state is "
                 + ("sharded" if self._host is None else "on the host"),

@@ -26,11 +26,11 @@ from graphaccel.runtime.session import Session
 Optimizer = torch.optim.Optimizer
 
 
-def stage_meshes(session: Session) -> dict[int, DeviceMesh]:
+def stage_meshes(session: Session, *, later: bool = False) -> dict[int, DeviceMesh]:
     """A device mesh of the ranks of each pipeline coordinate, its dims named after the axes; that
-    of this rank has process groups. Collective."""
+    of this rank has process groups. Collective. later: something may be sharded later."""
     mesh = session.mesh
-    if mesh.pipeline == 1 and not session.states and not session.parameters:
+    if mesh.pipeline == 1 and not session.states and not session.parameters and not later:
         return {}
     axes = [axis for axis in mesh.axes if axis != "pipeline" and mesh.sizes[axis] > 1]
     mesh.ensure(axes)
@@ -174,12 +174,16 @@ class OptimizerState:
     def __init__(
         self,
         optimizer: Optimizer,
-        layouts: Mapping[int, ShardLayout],
         meshes: Mapping[int, DeviceMesh],
     ) -> None:
-        self._layouts, self._meshes = layouts, meshes
+        self._layouts: dict[int, ShardLayout] = {}
+        self._meshes = meshes
         optimizer.register_state_dict_post_hook(self._saved)
         optimizer.register_load_state_dict_pre_hook(self._loaded)
+
+    def add_layouts(self, layouts: Mapping[int, ShardLayout]) -> None:
+        """Add layouts, by the identity of the parameter."""
+        self._layouts |= layouts
 
     def _saved(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         built = {}

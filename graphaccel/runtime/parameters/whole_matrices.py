@@ -38,28 +38,31 @@ class _Gathered:
 class WholeMatrixOptimizer:
     """Steps full tensors with one optimizer, whose step of a parameter depends on no other.
 
-    layouts: of optimizer state, by name of the parameter. full: which state has the shape of its
-    parameter.
+    full: which state has the shape of its parameter.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
         hooks: StepHooks,
-        parameters: Mapping[str, nn.Parameter],
-        layouts: Mapping[str, ShardLayout],
         full: StateKeys,
     ) -> None:
-        self._layouts = {id(parameters[n]): layout for n, layout in layouts.items()}
+        self._layouts: dict[int, ShardLayout] = {}
         self._full = set(full)
         self._gathered: list[_Gathered] = []
         hooks.add(self._before)
         optimizer.register_step_post_hook(self._after)
 
+    def add_layouts(
+        self, parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, ShardLayout]
+    ) -> None:
+        """Add layouts of optimizer state, by name of the parameter."""
+        self._layouts |= {id(parameters[n]): layout for n, layout in layouts.items()}
+
     @torch.no_grad()
     def _before(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
         self._restore(optimizer)  # the previous step may have raised
-        if closure_of(args, kwargs) is not None:  # may be called several times
+        if self._layouts and closure_of(args, kwargs) is not None:  # may be called several times
             raise GraphMisuse(
                 what="optimizer.step(closure) where optimizer state is sharded",
                 help_line="call the closure first, then optimizer.step()",

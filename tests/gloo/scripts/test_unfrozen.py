@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,9 +12,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import graphaccel
-from tests.gloo.scripts.test_semantics import furthest
+from graphaccel.dispatch import steps
+from tests.gloo.scripts.test_semantics import furthest as furthest_state
 from tests.support.captures import captures_of
 from tests.support.pool import Pool
+from tests.support.scripts import Wrap, furthest, plans_of_two, weights
 
 pytestmark = pytest.mark.multiprocess
 
@@ -52,7 +56,7 @@ def _trained(pins: dict[str, Any] | None, *, group: bool) -> dict[str, torch.Ten
 
 @captures_of("unfrozen")
 def _difference(pins: dict[str, Any], group: bool) -> float:
-    return furthest(_trained(pins, group=group), _trained(None, group=group))
+    return furthest_state(_trained(pins, group=group), _trained(None, group=group))
 
 
 @pytest.mark.parametrize("group", [False, True])
@@ -88,9 +92,136 @@ def _lengths(pins: dict[str, Any] | None) -> dict[str, torch.Tensor]:
 
 @captures_of("unfrozen, two shapes")
 def _difference_of_lengths(pins: dict[str, Any]) -> float:
-    return furthest(_lengths(pins), _lengths(None))
+    return furthest_state(_lengths(pins), _lengths(None))
 
 
 @pytest.mark.parametrize("pins", [{"data": 2}, {"pipeline": 2, "microbatches": 2}])
 def test_captured_again_while_frozen(pool: Pool, pins: dict[str, Any]) -> None:
     assert max(pool.run(2, _difference_of_lengths, pins)) <= 1e-10
+
+
+class Deep(nn.Module):
+    """Four layers with a norm; `forward(x, y)`: [8, 8] twice → loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return F.mse_loss(self.head(self.norm(x)), y)
+
+
+def _batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x, y = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(step)).double()
+    return x, y
+
+
+def _unfreeze(layer: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in layer.parameters():
+        parameter.requires_grad = True
+    optimizer.add_param_group({"params": list(layer.parameters()), "lr": 0.01})
+
+
+def gradual(wrap: Wrap) -> Iterator[torch.Tensor]:
+    """Unfreezes from the head down, a layer at a time, and freezes one again at the end."""
+    model = Deep().double().requires_grad_(False)
+    model.head.requires_grad_(True)
+    optimizer = torch.optim.AdamW(model.head.parameters(), lr=0.05)
+    wrap(model, optimizer)
+    for step in range(8):
+        if step in (2, 4):
+            _unfreeze(model.layers[3 - step // 2], optimizer)
+        if step == 6:
+            model.layers[2].requires_grad_(False)
+        optimizer.zero_grad()
+        loss = model(*_batch(step))
+        loss.backward()
+        yield loss
+        optimizer.step()
+        yield from weights(model)
+
+
+def whole_optimizer(wrap: Wrap) -> Iterator[torch.Tensor]:
+    """The optimizer has every parameter from the start; gradients of two batches are added up and
+    clipped, the layers are unfrozen between the two."""
+    model = Deep().double()
+    model.layers.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    wrap(model, optimizer)
+    for step in range(6):
+        if step == 3:
+            model.layers.requires_grad_(True)
+        loss = model(*_batch(step)) / 2
+        loss.backward()
+        yield loss
+        if step % 2:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+            yield from weights(model)
+
+
+def alternating(wrap: Wrap) -> Iterator[torch.Tensor]:
+    """Trains two parts in turn, neither of them when the step is captured first with the other."""
+    model = Deep().double()
+    parts = model.layers, model.head
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    parts[1].requires_grad_(False)
+    wrap(model, optimizer)
+    for step in range(6):
+        for number, part in enumerate(parts):
+            part.requires_grad_(step % 2 == number)
+        optimizer.zero_grad()
+        loss = model(*_batch(step))
+        loss.backward()
+        yield loss
+        optimizer.step()
+        yield from weights(model)
+
+
+SCRIPTS = {each.__name__: each for each in (gradual, whole_optimizer, alternating)}
+PLANS = plans_of_two("data", "zero1", "zero3", "tensor", "pipeline") | {
+    "zero2": {"data": 2, "zero": 2, "microbatches": 2},
+    "offload": {"data": 2, "zero": 1, "offload": ("optimizer",)},
+}
+
+
+@captures_of("unfrozen in mid-run")
+def _furthest(name: str, pins: dict[str, Any]) -> float:
+    return furthest(SCRIPTS[name], pins)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("plan", PLANS)
+def test_unfrozen_in_mid_run(pool: Pool, plan: str, script: str) -> None:
+    assert max(pool.run(2, _furthest, script, PLANS[plan])) <= 1e-12
+
+
+def _said(pins: dict[str, Any]) -> tuple[str, int, int]:
+    """What is reported of an unfreezing, the memory that is predicted then, and that of a model
+    that was never frozen."""
+    predicted, said = [], []
+    for frozen in (True, False):
+        model: Any = Deep().double()
+        model.layers.requires_grad_(not frozen)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+        graphaccel.optimize(model, optimizer, example_batch=_batch(0), **pins)
+        if frozen:
+            _unfreeze(model.layers, optimizer)
+        with patch.object(steps, "progress", lambda *line: said.append(line)):
+            model(*_batch(1)).backward()
+        predicted.append(model.graphaccel.predicted_peak_bytes)
+    ((phase, text, _),) = said
+    return f"{phase} {text}", *predicted
+
+
+def test_what_is_reported(pool: Pool) -> None:
+    said, after, fresh = pool.run(2, _said, {"data": 2, "zero": 2})[0]
+    assert after == fresh
+    named = "layers.0.weight, layers.0.bias, layers.1.weight and 3 more"
+    again = "the step is captured anew, under the same plan"
+    assert said.startswith(f"unfrozen {named}: {again}, ")
+    assert said.endswith("GiB predicted"), "with what the allocator keeps"
