@@ -81,13 +81,21 @@ def counted(name: str, layers: int, compile: str) -> Row:
 
 
 def _compiled(step: Any, plan: Plan) -> Row:
-    return _row(*pretend_gpu.compiled_phases(prepared(step, plan.decided(fusions=())).forward))
+    graphs = pretend_gpu.compiled_phases(prepared(step, plan.decided(fusions=())).forward)
+    launches = []
+    for found, graph in graphs:
+        launches += found
+        with pretend_gpu.pretended():
+            inside = launches_of(graph, pretend_gpu.is_opaque)
+        launches += [k for k in inside if k.attention]  # torch's GPU kernels need no copies
+    return _row(launches, graphs[1][1])
 
 
 def _ours(stage: StageProgram, plan: Plan) -> Row:
     backward = stage.backwards[True, True]
     launches = []
-    for graph, is_backward in ((stage.forward, False), (backward, True)):
+    graphs = [(g, g is backward) for g in (stage.prepare, stage.forward, backward) if g is not None]
+    for graph, is_backward in graphs:
         for piece in pieces(graph.graph, layers=not plan.min_cut):
             module = _module(graph, piece)
             compiled = plan.compile != "off" and piece.compiled

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 from unittest.mock import patch
 
@@ -21,9 +22,11 @@ from torch.utils._pytree import tree_leaves
 import graphaccel.kernels.jit as kernel_jit
 from graphaccel.compat.torch.fakes import fake_mode_of
 from graphaccel.kernels import accumulate
+from graphaccel.kernels.casts import CAST_ALL, cast_all
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward")
 SYNCHRONISING = ("nonzero", "_local_scalar_dense", "item", "masked_select", "bincount")
+_TENSORS, _BLOCKS, _BLOCK = 64, 320, 65536  # of ATen/native/cuda/MultiTensorApply.cuh
 _FREE = ("empty", "new_empty", "detach", "alias", "lift", "_unsafe_view")
 
 
@@ -38,6 +41,11 @@ class Launch:
     def product(self) -> bool:
         """Whether it is a matrix product or a convolution."""
         return self.op.rpartition("::")[2].partition(".")[0] in PRODUCTS
+
+    @property
+    def attention(self) -> bool:
+        """Whether it is a kernel of torch's attention."""
+        return "scaled_dot_product" in self.op
 
 
 class _Kernel:
@@ -66,7 +74,13 @@ def count_kernels() -> None:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(t.numel() * t.element_size() for t in {id(t): t for t in tensors}.values())
+    return sum(map(_memory, {id(t): t for t in tensors}.values()))
+
+
+def _memory(tensor: Tensor) -> int:
+    """Bytes of the memory that a tensor shows: what is expanded is there once."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.element_size() * prod(n for n, step in sizes if step or not n)
 
 
 class Launches(TorchDispatchMode):
@@ -93,8 +107,16 @@ class Launches(TorchDispatchMode):
         given = [t for t in tree_leaves((args, kwargs or {})) if isinstance(t, Tensor)]
         results = [t for t in tree_leaves(made) if isinstance(t, Tensor)]
         moved = _read(name, given, results) + _bytes(results)
-        self.found.append(Launch(name, moved))
+        times = _launches_for(args[0]) if "_foreach_" in name else 1
+        self.found += [Launch(name, moved // times)] * times
         return made
+
+
+def _launches_for(tensors: list[Tensor]) -> int:
+    """Launches of a call on a list of tensors: of `multi_tensor_apply` each has so many tensors and
+    blocks at most."""
+    blocks = sum(-(-t.numel() // _BLOCK) for t in tensors)
+    return max(-(-len(tensors) // _TENSORS), -(-blocks // _BLOCKS))
 
 
 def _read(name: str, given: list[Tensor], results: list[Tensor]) -> int:
@@ -135,6 +157,8 @@ def gpu_function(op: Any) -> Any:
             attention_cuda.attention,
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
             attention_cuda.attention_backward,
+        accumulate.WIDE_PRODUCT: accumulate.wide_product,
+        CAST_ALL: cast_all,
     }  # fmt: skip
     fusion = fusion_of(op)
     if fusion is None:

@@ -206,6 +206,10 @@ def compiled_piece(piece: fx.GraphModule, *, backward: bool) -> list[Launch]:
     traced.graph.eliminate_dead_code()
     with pretended():
         found = kernels(_joint_passes(traced, mode), backward=backward)
+    return _without_opaque(found)
+
+
+def _without_opaque(found: Iterable[Launch]) -> list[Launch]:
     ours = ("graphaccel::", "aten::_scaled_dot_product_flash_attention_for_cpu")
     return [k for k in found if not k.op.startswith(ours)]
 
@@ -218,9 +222,9 @@ def _joint_passes(graph: fx.GraphModule, mode: Any) -> fx.GraphModule:
         return _recursive_joint_graph_passes(moved)
 
 
-def compiled_phases(forward: ForwardGraph) -> tuple[list[Launch], fx.GraphModule]:
-    """What `torch.compile` launches for a captured forward and its backward, and the graph of the
-    backward."""
+def compiled_phases(forward: ForwardGraph) -> list[tuple[list[Launch], fx.GraphModule]]:
+    """What `torch.compile` launches for a captured forward, without its opaque calls, and its
+    graph; then the same of the backward."""
     joint, inputs, mode, settings = _joint(forward)
     settings.pop("static_lifetime_input_indices", None)
     with pretended():
@@ -229,7 +233,10 @@ def compiled_phases(forward: ForwardGraph) -> tuple[list[Launch], fx.GraphModule
             first, second = min_cut_rematerialization_partition(
                 moved, inputs, compiler="inductor", **settings
             )
-        return kernels(first) + kernels(second, backward=True), second
+        return [
+            (_without_opaque(kernels(graph, backward=graph is second)), graph)
+            for graph in (first, second)
+        ]
 
 
 def _joint(forward: ForwardGraph) -> tuple[fx.GraphModule, Any, Any, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Adds matmuls of 16-bit matrices to a float32 sum, in the matmul itself where possible."""
+"""Matmuls of 16-bit matrices with results in float32, in the matmul itself where possible."""
 
 from __future__ import annotations
 
@@ -38,3 +38,21 @@ def adds_wide(device: torch.device) -> bool:
     except (RuntimeError, TypeError):  # an older torch has no such overload, or takes 16 bits only
         return False
     return bool((into == 17).all())
+
+
+def wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """`a @ b` of 16-bit matrices in float32, not rounded in between."""
+    if adds_wide(a.device):
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float() if a.device.type == "cpu" else (a @ b).float()
+
+
+_LIBRARY = torch.library.Library("graphaccel", "FRAGMENT")
+_LIBRARY.define("wide_product(Tensor a, Tensor b) -> Tensor")
+_LIBRARY.impl("wide_product", wide_product, "CompositeExplicitAutograd")
+WIDE_PRODUCT = torch.ops.graphaccel.wide_product.default
+
+
+@torch.library.register_fake("graphaccel::wide_product", lib=_LIBRARY)
+def _fake(a: Tensor, b: Tensor) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[1], dtype=torch.float32)

@@ -13,6 +13,7 @@ import torch
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.ir.program import StageProgram
 from graphaccel.passes.activations.choose_saved import choose_saved
+from graphaccel.passes.activations.merge_equal import merge_equal
 from graphaccel.passes.activations.offload_activations import offload_activations
 from graphaccel.passes.activations.recompute import recompute
 from graphaccel.passes.context import Context
@@ -22,6 +23,7 @@ from graphaccel.passes.fusion.fuse import fuse
 from graphaccel.passes.gradients.accumulate_gradients import accumulate_gradients
 from graphaccel.passes.gradients.reduce_shards import reduce_shards
 from graphaccel.passes.gradients.shard_gradients import shard_gradients
+from graphaccel.passes.gradients.wide_gradients import wide_gradients
 from graphaccel.passes.lower_precision import lower_precision
 from graphaccel.passes.microbatch.chunk_loss import chunk_loss
 from graphaccel.passes.microbatch.exact_microbatch import LocalStep, exact_microbatch
@@ -31,6 +33,7 @@ from graphaccel.passes.overlap_collectives import overlap_collectives
 from graphaccel.passes.parameters.cast_parameters_once import cast_parameters_once
 from graphaccel.passes.parameters.gather_once import gather_once
 from graphaccel.passes.parameters.gather_parameters import gather_parameters
+from graphaccel.passes.parameters.group_casts import group_casts
 from graphaccel.passes.parameters.parameter_groups import ShardedParameters
 from graphaccel.passes.parameters.recompute_casts import recompute_casts
 from graphaccel.passes.parameters.upload_parameters import upload_parameters
@@ -119,6 +122,13 @@ def run_decompose(c: Context) -> Context:
     return _in_graph(c, decompose(c.rank.graph)) if c.plan.min_cut and c.gradients else c
 
 
+def run_merge_equal(c: Context) -> Context:
+    """In place, where a min-cut follows."""
+    if not (c.plan.min_cut and c.gradients):
+        return c
+    return _in_graph(c, merge_equal(c.rank.graph, c.plan, c.step.positions))
+
+
 def run_choose_saved(c: Context) -> Context:
     """In place, where the plan says so."""
     if not (c.plan.min_cut and c.gradients):
@@ -179,6 +189,12 @@ def run_select_matmul_backend(c: Context) -> Context:
     return replace(_each(c, select_matmul_backend), weights=weights)
 
 
+def run_wide_gradients(c: Context) -> Context:
+    """On each program alone, including the separate weight-gradient programs."""
+    weights = tuple(wide_gradients(program, c.plan) for program in c.weights)
+    return replace(_each(c, lambda program: wide_gradients(program, c.plan)), weights=weights)
+
+
 def run_overlap_collectives(c: Context) -> Context:
     """On each program alone."""
     return _each(c, overlap_collectives)
@@ -222,6 +238,11 @@ def _sharded_parameters(c: Context) -> ShardedParameters:
 def run_cast_parameters_once(c: Context) -> Context:
     """On each program alone."""
     return _each(c, lambda program: cast_parameters_once(program, c.plan))
+
+
+def run_group_casts(c: Context) -> Context:
+    """On each program alone."""
+    return _each(c, lambda program: group_casts(program, c.plan))
 
 
 def run_upload_parameters(c: Context) -> Context:

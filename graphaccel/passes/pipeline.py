@@ -69,6 +69,11 @@ PIPELINE: tuple[Pass, ...] = (
         "after what looks for whole calls; before choose_saved, which chooses between simple ones",
     ),
     Pass(
+        "merge_equal", "joint", adapters.run_merge_equal,
+        "after decompose: only simple calls of the forward recur in the backward",
+        exact=True,
+    ),
+    Pass(
         "choose_saved", "joint", adapters.run_choose_saved,
         "before the cut and the phases: what a stage saves is then in its programs, by which its "
         "memory is counted",
@@ -114,6 +119,10 @@ PIPELINE: tuple[Pass, ...] = (
         "buckets",
     ),
     Pass(
+        "wide_gradients", "program", adapters.run_wide_gradients,
+        "after the split, which tells what is a gradient; before the sums, which are in float32",
+    ),
+    Pass(
         "overlap_collectives", "program", adapters.run_overlap_collectives,
         "moves calls, so before what writes in place; after the split, or work would move from one "
         "phase into the other",
@@ -143,6 +152,11 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(
         "cast_parameters_once", "program", adapters.run_cast_parameters_once,
         "after both: what they gather is no longer a parameter of the graph",
+        exact=True,
+    ),
+    Pass(
+        "group_casts", "program", adapters.run_group_casts,
+        "after cast_parameters_once, whose casts it groups too",
         exact=True,
     ),
     Pass(
