@@ -11,11 +11,13 @@ launcher: all ranks read the same batches, and the plan splits them.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
+import transformers.trainer as plain
+import transformers.trainer_seq2seq as plain_seq2seq
 
 from graphaccel.api import full_state_dict, optimize
 from graphaccel.checkpoint.load import load
@@ -95,18 +97,18 @@ class PlannedSteps(_Trainer):
             super()._save_rng_state(output_dir)
 
 
-class Trainer(PlannedSteps, transformers.Trainer):
+class Trainer(PlannedSteps, plain.Trainer):
     """`transformers.Trainer`, whose model trains under a plan."""
 
 
-class Seq2SeqTrainer(PlannedSteps, transformers.Seq2SeqTrainer):
+class Seq2SeqTrainer(PlannedSteps, plain_seq2seq.Seq2SeqTrainer):
     """`transformers.Seq2SeqTrainer`, whose model trains under a plan."""
 
 
 def _check_version() -> None:
-    missing = [name for name in _OVERRIDDEN if not hasattr(transformers.Trainer, name)]
+    missing = [name for name in _OVERRIDDEN if not hasattr(plain.Trainer, name)]
     if missing:
         raise GraphMisuse(
-            what=f"transformers {transformers.__version__} has no Trainer.{missing[0]}",
+            what=f"transformers {version('transformers')} has no Trainer.{missing[0]}",
             help_line="pip install 'transformers>=5.0'",
         )

@@ -28,7 +28,8 @@ from pathlib import Path
 
 from graphaccel.errors import BadFusion
 from graphaccel.errors.messages import Location
-from graphaccel.kernels.register import register
+from graphaccel.kernels.check.definition import check_definition
+from graphaccel.kernels.register import is_shipped, register
 from graphaccel.kernels.spec import Chunks, Fusion, Scalar, T
 
 __all__ = ["Chunks", "Fusion", "Scalar", "T", "fusion"]
@@ -49,6 +50,8 @@ def fusion(built: type) -> Fusion:
     with the kernel.
     """
     result = _read(built)
+    if not is_shipped(result):  # those are checked by their tests: it takes a second and more
+        check_definition(result)
     register(result)
     return result
 

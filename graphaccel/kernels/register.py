@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from graphaccel.errors import BadFusion, KernelFailed
-from graphaccel.kernels.examples import example, fakes
 from graphaccel.kernels.jit import has_triton
 from graphaccel.kernels.spec import Function, Fusion, T
 from graphaccel.kernels.widened import widened
 
 NAMESPACE = "graphaccel"
 _MARK = "graphaccel_fusion"
+_SHIPPED = Path(__file__).parent / "ops"
 
 
 def fusion_of(target: Any) -> Fusion | None:
@@ -61,15 +62,20 @@ def registered() -> tuple[Fusion, ...]:
     )
 
 
-def register(fusion: Fusion) -> None:
-    """Create the ops of a fusion, after checking its definition.
+def is_shipped(fusion: Fusion) -> bool:
+    """Whether a fusion is one of this package."""
+    return fusion.location is not None and Path(fusion.location.file).parent == _SHIPPED
 
-    Raises: BadFusion (GA701).
+
+def register(fusion: Fusion) -> None:
+    """Create the ops of a fusion.
+
+    Raises: BadFusion (GA701) where an op has its name already.
     """
     ops = getattr(torch.ops, NAMESPACE)
     if hasattr(ops, fusion.name):
-        raise _refused(fusion, "an op of this name is registered already")
-    _check(fusion)
+        reason = "an op of this name is registered already"
+        raise BadFusion(name=fusion.name, reason=reason, location=fusion.location)
     if fusion.rewrite is None:
         _define(fusion)
         wide = widened(fusion)
@@ -77,10 +83,6 @@ def register(fusion: Fusion) -> None:
             _define(wide)
     else:
         _define_name(fusion)
-
-
-def _refused(fusion: Fusion, reason: str) -> BadFusion:
-    return BadFusion(name=fusion.name, reason=reason, location=fusion.location)
 
 
 def _schema(fusion: Fusion) -> tuple[str, str]:
@@ -292,39 +294,6 @@ def _one_or_all(values: list[Any]) -> Any:
     return values[0] if len(values) == 1 else tuple(values)
 
 
-def _check(fusion: Fusion) -> None:
-    """Check shapes, dtypes and strides on one small example, before anything else."""
-    for dtype in (torch.float32, torch.bfloat16):
-        values = example(fusion, dtype)
-        if fusion.forward is not None:
-            _check_fake(fusion, fusion.forward, values)
-        for pattern in fusion.patterns:
-            _check_pattern(fusion, pattern, values)
-
-
-def _check_pattern(fusion: Fusion, pattern: Function, values: dict[str, Any]) -> None:
-    """Check that the pattern has no data-dependent step, and gives the same as the op."""
-    names = parameters(pattern)
-    with fakes(values) as given:
-        try:
-            wanted = tensors(pattern(**{n: given[n] for n in names}))
-        except Exception as error:
-            line = str(error).strip().splitlines()[0] if str(error).strip() else ""
-            raise _refused(
-                fusion,
-                f"its pattern can not be traced without data: {type(error).__name__}: {line[:160]}",
-            ) from error
-        full = {n: given[n] if n in names else _missing(fusion, n) for n in fusion.inputs}
-        replacing = fusion.rewrite or fusion.fake or fusion.forward
-        assert replacing is not None
-        built = narrowed(fusion, tensors(replacing(**full)), wanted)
-    if len(wanted) != len(fusion.outputs):
-        raise _refused(
-            fusion, f"a pattern gives {len(wanted)} values, outputs are {len(fusion.outputs)}"
-        )
-    _compare(fusion, "pattern", wanted, built)
-
-
 def narrowed(fusion: Fusion, built: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[Tensor]:
     """Outputs declared "wide", in the 16 bits of a pattern that does not widen: rounded once, at
     the end, where the pattern rounds at every step."""
@@ -334,69 +303,6 @@ def narrowed(fusion: Fusion, built: Sequence[Tensor], wanted: Sequence[Tensor]) 
         if spec.dtype == "wide" and low and i < len(rounded):
             rounded[i] = rounded[i].to(like.dtype)
     return rounded
-
-
-def _check_fake(fusion: Fusion, forward: Function, values: dict[str, Any]) -> None:
-    """Check that fakes of forward and backward agree with the kernels: dtypes, shapes, strides."""
-    real = tensors(_tried(fusion, "forward", forward, values))
-    if len(real) != len(fusion.results):
-        raise _refused(
-            fusion,
-            f"forward gives {len(real)} tensors, outputs and saved are {len(fusion.results)}",
-        )
-    with fakes(values) as given:
-        fake = tensors((fusion.fake or forward)(**given))
-    _compare(fusion, "fake", real, fake, strides=True)
-    if fusion.backward is None:
-        return
-    known = {**values, **dict(zip(fusion.results, real, strict=True))}
-    known |= {f"grad_{n}": torch.ones_like(known[n]) for n in fusion.outputs}
-    known["wanted"] = [True] * len(fusion.inputs)
-    known = {n: known[n] for n in fusion.read_back}
-    real = tensors(_tried(fusion, "backward", fusion.backward, known))
-    with fakes(known) as given:
-        fake = tensors((fusion.fake_backward or fusion.backward)(**given))
-    if len(real) != len(fusion.returned):
-        raise _refused(
-            fusion, f"backward gives {len(real)} gradients for {len(fusion.returned)} inputs"
-        )
-    _compare(fusion, "fake of the backward", real, fake, strides=True)
-
-
-def _tried(fusion: Fusion, what: str, run: Function, values: dict[str, Any]) -> Any:
-    try:
-        return run(**values)
-    except Exception as error:
-        line = str(error).strip().splitlines()[0] if str(error).strip() else ""
-        raise _refused(
-            fusion, f"its {what} fails on an example: {type(error).__name__}: {line[:160]}"
-        ) from error
-
-
-def _missing(fusion: Fusion, name: str) -> Any:
-    spec = fusion.inputs[name]
-    return None if isinstance(spec, T) else spec.default
-
-
-def _compare(
-    fusion: Fusion, who: str, left: list[Tensor], right: list[Tensor], strides: bool = False
-) -> None:
-    names = (
-        [f"gradient of `{n}`" for n in fusion.returned]
-        if "backward" in who
-        else [f"output `{n}`" for n in fusion.results]
-    )
-    for name, a, b in zip(names, left, right, strict=False):
-        for kind in ("dtype", "shape", "stride") if strides else ("dtype", "shape"):
-            x, y = (tuple(v.stride()) if kind == "stride" else getattr(v, kind) for v in (a, b))
-            if x != y:
-                x, y = (tuple(v) if isinstance(v, torch.Size) else v for v in (x, y))
-                said = (
-                    f"it would change {kind} {x} to {y}"
-                    if who == "pattern"
-                    else f"its {who} says {kind} {y}, the kernel gives {x}"
-                )
-                raise _refused(fusion, f"{said} ({name})")
 
 
 def tensors(value: Any) -> list[Tensor]:

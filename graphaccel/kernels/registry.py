@@ -11,10 +11,9 @@ import importlib
 from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from pathlib import Path
 
 from graphaccel.errors import BadFusionPackage, UnknownFusion
-from graphaccel.kernels.register import registered
+from graphaccel.kernels.register import is_shipped, registered
 from graphaccel.kernels.spec import Fusion
 
 GROUP = "graphaccel.fusions"
@@ -65,8 +64,7 @@ def fusions() -> tuple[Fusion, ...]:
 
 def shipped() -> tuple[Fusion, ...]:
     """The fusions of this package."""
-    own = {str(Path(__file__).parent / "ops" / f"{name}.py") for name in SHIPPED}
-    return tuple(f for f in fusions() if f.location is not None and f.location.file in own)
+    return tuple(f for f in fusions() if is_shipped(f))
 
 
 def fusion_named(name: str) -> Fusion:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
+from transformers.trainer_callback import TrainerCallback
 
 
 class MetricsFile:

@@ -8,20 +8,21 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import transformers
 from torch import nn
-from transformers import AutoConfig, PretrainedConfig
+from transformers.configuration_utils import PretrainedConfig
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
 
 from graphaccel.errors import BadTraining
 from graphaccel.training.settings import PAIRS, TASKS
 
 _CLASSES = {
-    "causal-lm": transformers.AutoModelForCausalLM,
-    "masked-lm": transformers.AutoModelForMaskedLM,
-    PAIRS: transformers.AutoModelForPreTraining,
-    "sequence-classification": transformers.AutoModelForSequenceClassification,
-    "seq2seq": transformers.AutoModelForSeq2SeqLM,
-    "image-classification": transformers.AutoModelForImageClassification,
+    "causal-lm": modeling_auto.AutoModelForCausalLM,
+    "masked-lm": modeling_auto.AutoModelForMaskedLM,
+    PAIRS: modeling_auto.AutoModelForPreTraining,
+    "sequence-classification": modeling_auto.AutoModelForSequenceClassification,
+    "seq2seq": modeling_auto.AutoModelForSeq2SeqLM,
+    "image-classification": modeling_auto.AutoModelForImageClassification,
 }
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
 
@@ -39,7 +40,7 @@ def read_config(model: str, changes: Sequence[tuple[str, str]]) -> PretrainedCon
     except (OSError, ValueError) as error:
         if path.exists():
             raise BadTraining(what=f"`{model}` has no configuration", why=_line(error)) from error
-        close = difflib.get_close_matches(model, [*transformers.CONFIG_MAPPING], cutoff=0.5)
+        close = difflib.get_close_matches(model, [*CONFIG_MAPPING], cutoff=0.5)
         raise BadTraining(
             what=f"`{model}` is no folder, no file and no model type of transformers",
             help_line=f"--model {' | '.join(close or ['gpt2', 'bert', 't5', 'vit'])}",
@@ -60,7 +61,7 @@ def has_files(model: str) -> bool:
     """Whether a model is a folder or a configuration file. A model type is none, also beside a
     folder of its name, such as the output of a run."""
     path = Path(model)
-    is_type = model in transformers.CONFIG_MAPPING and not (path / "config.json").is_file()
+    is_type = model in CONFIG_MAPPING and not (path / "config.json").is_file()
     return not is_type and (path.is_dir() or path.suffix == ".json")
 
 

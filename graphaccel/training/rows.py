@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch.utils.data import Subset
-from transformers import PretrainedConfig, PreTrainedTokenizerFast
+from transformers.configuration_utils import PretrainedConfig
+from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
 from graphaccel.errors import BadTraining
 from graphaccel.training import images, models, text

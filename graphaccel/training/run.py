@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from transformers import TrainingArguments
 from transformers.integrations import is_tensorboard_available
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer_utils import get_last_checkpoint, set_seed
+from transformers.training_args import TrainingArguments
 
 from graphaccel.errors import BadData, BadTraining
 from graphaccel.integrations.transformers import Trainer
@@ -35,7 +34,7 @@ def train(settings: Settings, pins: Mapping[str, Any], devices: int) -> dict[str
 
     Raises BadTraining (GA418), BadData (GA417), and what `graphaccel.optimize` raises.
     """
-    transformers.set_seed(settings.seed)
+    set_seed(settings.seed)
     config = read_config(settings.model, settings.model_settings)
     rows = make_rows(settings, config)
     model = make_model(model_task(settings), settings.model, config)

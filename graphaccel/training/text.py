@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import Dataset
-from transformers import PreTrainedTokenizerFast
+from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
 from graphaccel.data.packed import PackedTokens
 from graphaccel.data.sentences import SentencePairs, SpecialTokens

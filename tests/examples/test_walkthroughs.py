@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -113,7 +115,9 @@ def test_small_and_full_settings_are_of_one_task() -> None:
         assert len(tasks) <= 1
 
 
-def test_a_dialogue_ends_at_stop(tmp_path: Path) -> None:
+def test_a_dialogue_ends_at_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Prompts of a dialogue, of a file and of nothing; with and without a cache the same text."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
@@ -125,14 +129,14 @@ def test_a_dialogue_ends_at_stop(tmp_path: Path) -> None:
     GPT2LMHeadModel(
         GPT2Config(vocab_size=4, n_positions=8, n_embd=8, n_layer=1, n_head=1)
     ).save_pretrained(tmp_path)
-    script = [sys.executable, str(EXAMPLES / "gpt2_pretrain/generate.py"), "--model", str(tmp_path)]
-    few = [*script, "--out-seq-length", "4", "--num-samples", "2"]
+    script = str(EXAMPLES / "gpt2_pretrain/generate.py")
+    few = [script, "--model", str(tmp_path), "--out-seq-length", "4", "--num-samples", "2"]
 
     def said(*words: str, typed: str = "") -> str:
-        done = subprocess.run(
-            [*few, *words], input=typed, capture_output=True, text=True, check=True, timeout=120
-        )
-        return done.stdout
+        monkeypatch.setattr(sys, "argv", [*few, *words])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+        runpy.run_path(script, run_name="__main__")
+        return capsys.readouterr().out
 
     assert said("--interactive", typed="a b\nstop\nc\n").count("prompt (stop ends)") == 2
     (tmp_path / "prompts.txt").write_text("a b c a b c a b c\nb\n")

@@ -14,6 +14,7 @@ import torch
 from graphaccel.cli import main as cli
 from graphaccel.cli.fusion_check import check_patterns, check_rule
 from graphaccel.errors import BadFusion, KernelFailed, UnknownFusion
+from graphaccel.kernels.check.definition import check_definition
 from graphaccel.kernels.check.numbers import check_numbers
 from graphaccel.kernels.fusion import T, fusion
 from graphaccel.kernels.registry import enabled, fusion_named, shipped
@@ -21,6 +22,12 @@ from tests.support.small import DOUBLED
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = [f.name for f in shipped()]
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_the_definition_holds(name: str) -> None:
+    """Those of users are checked where they are defined; these are not, at each start."""
+    check_definition(fusion_named(name))
 
 
 @pytest.mark.parametrize("name", SHIPPED)
