@@ -62,6 +62,7 @@ _WIDE = {
     aten.layer_norm.default,
     aten.group_norm.default,
     aten._native_batch_norm_legit_functional.default,
+    aten._native_batch_norm_legit.no_stats,
     aten.cross_entropy_loss.default,
     aten.nll_loss_nd.default,
     aten.binary_cross_entropy_with_logits.default,

@@ -30,13 +30,13 @@ from graphaccel.planner.plan.plan import Plan
 
 aten = torch.ops.aten
 _BATCH_NORM = aten._native_batch_norm_legit_functional.default
+_NO_STATISTICS = aten._native_batch_norm_legit.no_stats
+"""Of a norm that keeps none: `track_running_stats=False`."""
 
 
 def synchronise_batch_norm(step: StepGraph, plan: Plan) -> StepGraph:
     """The step with batch norm decomposed into sums, where more than one data rank needs it."""
-    if plan.data == 1 or not any(
-        n.target is _BATCH_NORM for n, _ in distinct_nodes(step.forward.graph)
-    ):
+    if plan.data == 1 or not any(_is_batch_norm(n) for n, _ in distinct_nodes(step.forward.graph)):
         return step
     return rewritten(step, _spelled, scaled=plan.precision.scaled)
 
@@ -49,15 +49,22 @@ def _spelled(forward: ForwardGraph) -> ForwardGraph:
     mode = fake_mode_of([n for n in graph.nodes if n.op == "placeholder"])
     with mode:
         for node in list(graph.nodes):
-            if node.target is _BATCH_NORM:
+            if _is_batch_norm(node):
                 _spell(node)
     graph.lint()
     module.recompile()
     return replace(forward, graph=module)
 
 
+def _is_batch_norm(node: fx.Node) -> bool:
+    """Not an instance norm, which is one over the channels of all examples, in one row."""
+    if node.target is not _NO_STATISTICS:
+        return node.target is _BATCH_NORM
+    return bool(operands(node)[0].meta["val"].shape[0] > 1)
+
+
 def _spell(node: fx.Node) -> None:
-    x, weight, bias, running_mean, running_var, training, momentum, epsilon = operands(node)
+    x, weight, bias, *running, training, momentum, epsilon = operands(node)
     if not training:
         return
     shape = tuple(x.meta["val"].shape)
@@ -77,9 +84,9 @@ def _spell(node: fx.Node) -> None:
         result = emit(aten.mul.Tensor, result, emit(aten.reshape.default, weight, spread))
     if bias is not None:
         result = emit(aten.add.Tensor, result, emit(aten.reshape.default, bias, spread))
-    unbiased = emit(aten.div.Tensor, total, count - 1)
     statistics = []
-    for old, new in ((running_mean, mean), (running_var, unbiased)):
+    unbiased = emit(aten.div.Tensor, total, count - 1) if running else None
+    for old, new in zip(running, (mean, unbiased), strict=False):
         kept = emit(aten.mul.Tensor, old, 1 - momentum)
         fresh = emit(aten.mul.Tensor, emit(aten.detach.default, new), momentum)
         statistics.append(emit(aten.add.Tensor, kept, fresh))

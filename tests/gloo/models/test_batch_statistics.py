@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -69,11 +70,16 @@ class ShardedOptimizer(nn.Module):
         return self.loss(self.norm(self.one(x).tanh()), self.two(y).tanh())
 
 
+NORMS = {
+    "cumulative": partial(nn.BatchNorm1d, 8, momentum=None),
+    "untracked": partial(nn.BatchNorm1d, 8, track_running_stats=False),
+}
+
+
 def _trained(name: str, pins: dict[str, Any] | None) -> dict[str, Tensor]:
     torch.manual_seed(0)
-    cumulative = name == "cumulative"
-    norm = nn.BatchNorm1d(8, momentum=None) if cumulative else nn.Identity()
-    model = ShardedOptimizer(F.mse_loss if cumulative else LOSSES[name], norm).double()
+    norm = NORMS.get(name, nn.Identity)()
+    model = ShardedOptimizer(LOSSES.get(name, F.mse_loss), norm).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batches = torch.randn(3, 2, 8, 8).double()
     if pins is not None:
@@ -90,7 +96,7 @@ def _difference(name: str, pins: dict[str, Any]) -> float:
     return furthest(_trained(name, pins), _trained(name, None))
 
 
-@pytest.mark.parametrize("name", [*LOSSES, "cumulative"])
+@pytest.mark.parametrize("name", [*LOSSES, *NORMS])
 def test_over_data(pool: Pool, name: str) -> None:
     assert max(pool.run(2, _difference, name, {"data": 2})) <= 1e-10
 
