@@ -307,6 +307,12 @@ class ElsewhereNeeded(GraphAccelError):
             "or make averages and copies of the model when it has its plan:  "
             "graphaccel.optimize(model, optimizer, example_batch=batch)",
         )
+        if op == "equal":
+            helps = (
+                "whether both are one parameter does not depend on values:  one is other",
+                "to give an optimizer what it does not have yet:  "
+                "optimizer.add_param_group({'params': list(layer.parameters())})",
+            )
         if self.optimizer:
             op = f"{self.optimizer}.step"
             why += f"; {self.optimizer} computes with all parameters at once"

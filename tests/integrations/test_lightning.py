@@ -9,7 +9,7 @@ from typing import Any
 import lightning
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import BaseFinetuning, Callback, ModelCheckpoint
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -114,6 +114,59 @@ def test_equal_to_plain_lightning(pool: Pool, name: str, tmp_path: Path) -> None
         for found in (whole, again):
             assert found[1] == accuracy
             torch.testing.assert_close(found[2], weights, rtol=1e-9, atol=CLOSE)
+
+
+class Gradual(BaseFinetuning):
+    """Trains the second layer, and both from the second epoch on."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.first)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.make_trainable(pl_module.first)
+            group = {"params": list(pl_module.first.parameters()), "lr": 0.01}
+            optimizer.add_param_group(group)
+
+
+class OwnGroups(Classifier):
+    """Its optimizer gets what is trained at first."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.05)
+
+
+def _finetuned(strategy: Any) -> list[float]:
+    torch.manual_seed(0)
+    losses, module = Losses(), OwnGroups(within=True).double()
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(16, WIDTH, generator=generator).double()
+    y = torch.randint(0, CLASSES, (16,), generator=generator)
+    trainer = lightning.Trainer(
+        max_epochs=3,
+        accelerator="cpu",
+        devices=1,
+        strategy=strategy,
+        precision="64-true",
+        callbacks=[losses, Gradual()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, DataLoader(TensorDataset(x, y), 8))
+    return losses.seen
+
+
+def _finetuned_under(plan: dict[str, Any]) -> list[float]:
+    return _finetuned(PlannedStrategy(devices=2, **plan))
+
+
+@pytest.mark.parametrize("name", ["zero3", "pipeline"])
+def test_finetuning_in_phases(pool: Pool, name: str) -> None:
+    plain = _finetuned("auto")
+    for losses in pool.run(2, _finetuned_under, PLANS[name]):
+        assert losses == pytest.approx(plain, abs=1e-12)
 
 
 def _decided() -> list[bool]:

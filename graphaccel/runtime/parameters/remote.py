@@ -120,6 +120,8 @@ def _computed(func: Any, args: tuple, kwargs: dict) -> Any:
         if not all(isinstance(leaf, RemoteTensor) for leaf in pytree.tree_leaves(written)):
             raise _needed(func)
         return written[0] if len(written) == 1 else tuple(written)
+    if func is aten.equal.default and (args[0] is args[1] or args[0].shape != args[1].shape):
+        return args[0] is args[1]
     if func in (aten._local_scalar_dense.default, aten.equal.default):
         raise _needed(func)
     shapes = pytree.tree_map_only(torch.Tensor, _meta, (args, kwargs))

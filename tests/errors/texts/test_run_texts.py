@@ -96,6 +96,15 @@ error[GA408]: `lerp` needs the values of a parameter that is on another pipeline
   explain: graphaccel explain GA408""",
     ),
     (
+        errors.ElsewhereNeeded(op="equal"),
+        """\
+error[GA408]: `equal` needs the values of a parameter that is on another pipeline rank
+  why:  a process holds the stages that it runs, and the others hold the rest
+  help: whether both are one parameter does not depend on values:  one is other
+  help: to give an optimizer what it does not have yet:  optimizer.add_param_group({'params': list(layer.parameters())})
+  explain: graphaccel explain GA408""",
+    ),
+    (
         errors.ElsewhereNeeded(op="cat", optimizer="LBFGS"),
         """\
 error[GA408]: `LBFGS.step` needs the values of a parameter that is on another pipeline rank
@@ -385,8 +394,6 @@ def test_text(error: errors.GraphAccelError, text: str) -> None:
     assert str(error) == text
 
 
-@pytest.mark.parametrize(
-    ("error", "text"), DIFFERENCES, ids=lambda value: getattr(value, "what", "")
-)
+@pytest.mark.parametrize(("error", "text"), DIFFERENCES, ids=lambda v: getattr(v, "what", ""))
 def test_text_of_each_way_in_which_ranks_differ(error: errors.BatchesDiffer, text: str) -> None:
     assert str(error) == text

@@ -114,6 +114,10 @@ def _equal(p: Parameters) -> Any:
     return [torch.equal(a, b) for a, b in zip(p, same, strict=True)]
 
 
+def _same_tensor(p: Parameters) -> Any:
+    return [torch.equal(a, b) for a in p for b in p if a is b or a.shape != b.shape]
+
+
 def _random(p: Parameters) -> Any:
     torch.manual_seed(3)
     p[0].normal_()
@@ -143,10 +147,10 @@ OPS: dict[str, Callable[[Parameters], Any]] = {
     f.__name__.strip("_"): f
     for f in (
         _whole_from_shards, _lists_into_whole, _lists_into_shards, _views, _vectors, _norms,
-        _reductions, _stacked, _equal, _random, _scaled, _normed_weight, _copies,
+        _reductions, _stacked, _equal, _same_tensor, _random, _scaled, _normed_weight, _copies,
     )
 }  # fmt: skip
-RIGHT_IN_PIPELINES = {"lists_into_shards", "random", "scaled", "stacked", "copies"}
+RIGHT_IN_PIPELINES = {"same_tensor", "lists_into_shards", "random", "scaled", "stacked", "copies"}
 
 
 def _known(result: Any) -> Any:
