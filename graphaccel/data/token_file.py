@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, islice, repeat
 from pathlib import Path
@@ -72,7 +73,8 @@ class TokenWriter:
         self.prefix, self.dtype = Path(prefix), np.dtype(dtype).newbyteorder("<")
         self._lengths: list[int] = []
         self._documents = [0]
-        self._partial = _beside(self.prefix, ".bin.partial")
+        self._end = f".{os.getpid()}.partial"  # ranks may write the same file, each a whole one
+        self._partial = _beside(self.prefix, ".bin" + self._end)
         self._file = self._partial.open("wb")
 
     def add(self, *sequences: Sequence[int] | np.ndarray) -> None:
@@ -104,7 +106,7 @@ class TokenWriter:
         lengths = np.asarray(self._lengths, np.int32)
         ends = np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
         pointers = np.concatenate([np.zeros(1, np.int64), ends])[: len(lengths)]
-        index = _beside(self.prefix, ".idx.partial")
+        index = _beside(self.prefix, ".idx" + self._end)
         Index(self.dtype, lengths, pointers, np.asarray(self._documents)).write(index)
         self._partial.replace(_beside(self.prefix, ".bin"))
         index.replace(_beside(self.prefix, ".idx"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import multiprocessing
 import os
 import time
@@ -16,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from graphaccel.data.json_lines import bad_line, check_file, object_of, text_of
 from graphaccel.data.sentences import sentences_of
 from graphaccel.data.token_file import TokenWriter, dtype_for
 from graphaccel.errors import BadData
@@ -62,8 +62,10 @@ class _Encoder:
     def __call__(self, chunk: _Chunk) -> tuple[_Chunk, _Tokens]:
         texts, bad = [], []
         for number, line in enumerate(chunk.lines, chunk.line):
+            if not line.strip():
+                continue
             try:
-                texts.append(_text(line, self.key))
+                texts.append(text_of(object_of(line), self.key))
             except ValueError as error:
                 bad.append((number, str(error)))
         parts = [sentences_of(text) if self.split else [text] for text in texts]
@@ -148,21 +150,12 @@ def _workers(count: int) -> Iterator[Callable[..., Iterator[Any]]]:
 
 def _chunks(paths: Iterable[Path]) -> Iterator[_Chunk]:
     for path in paths:
-        if not path.is_file():
-            raise BadData(place=str(path), reason="there is no such file", help_line="")
+        check_file(path)
         with path.open("rb") as file:
             number = 1
             while lines := tuple(file.readlines(_CHUNK)):
                 yield _Chunk(str(path), number, lines)
                 number += len(lines)
-
-
-def _text(line: bytes, key: str) -> str:
-    """Raises ValueError for a line that is no JSON object with a text."""
-    result = json.loads(line)
-    if not isinstance(result, dict) or not isinstance(result.get(key), str):
-        raise ValueError(f"it is no object with a text as {key!r}")
-    return result[key]
 
 
 def _tokenizer_file(path: Path) -> Path:
@@ -186,12 +179,3 @@ def _end_token(file: Path, end: str | None) -> int | None:
             f"([{end!r}])",
         )
     return number
-
-
-def bad_line(path: str, line: int, reason: str) -> BadData:
-    """The error (GA417) for a line of a file that can not be read."""
-    return BadData(
-        place=f"{path}:{line}",
-        reason=reason,
-        help_line="mend the line, or count such lines and go on:  --skip-bad-lines",
-    )

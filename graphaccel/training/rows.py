@@ -116,7 +116,9 @@ def _of_examples(
             text.translated(part, tokenizer, settings.length) for part in (examples, others)
         )
         return Rows(train, validation, tokenizer)
-    numbers = _numbers(config, settings.model, {str(example["label"]) for example in examples})
+    numbers = _numbers(
+        config, settings, [e["label"] for e in examples], [e["label"] for e in others]
+    )
     train, validation = (
         text.classified(part, tokenizer, settings.length, numbers) for part in (examples, others)
     )
@@ -128,7 +130,9 @@ def _of_pictures(settings: Settings, config: PretrainedConfig) -> Rows:
         return list(zip(*images.read_pictures(paths), strict=True))
 
     pictures, others = _parts(settings, read)
-    numbers = _numbers(config, settings.model, {label for _, label in pictures})
+    numbers = _numbers(
+        config, settings, [label for _, label in pictures], [label for _, label in others]
+    )
     size = getattr(config, "image_size", 224)
     high, wide = size if isinstance(size, (list, tuple)) else (size, size)
     shape = (getattr(config, "num_channels", 3), high, wide)
@@ -163,11 +167,18 @@ def _shares(text: str) -> tuple[float, float]:
     return first, second
 
 
-def _numbers(config: PretrainedConfig, model: str, names: set[str]) -> Mapping[str, int]:
-    """Numbers of the classes: those of the model's folder if they fit, else in their order."""
-    known = models.known_labels(config, model)
+def _numbers(
+    config: PretrainedConfig, settings: Settings, labels: Sequence[Any], others: Sequence[Any]
+) -> Mapping[str, int]:
+    """Numbers of the classes: those of the model's folder if they fit, else in their order.
+
+    others: labels to evaluate on, which may have further classes where they are a part of the same
+    data.
+    """
+    names = {str(label) for label in (labels if settings.validation else [*labels, *others])}
+    known = models.known_labels(config, settings.model)
     if known is not None and names <= set(known):
         return known
-    in_order = sorted(names, key=lambda name: (int(name) if name.isdigit() else 0, name))
+    in_order = sorted(names, key=lambda name: (int(name) if name.isdecimal() else 0, name))
     models.labels_of(config, in_order)
     return {name: number for number, name in enumerate(in_order)}

@@ -24,6 +24,12 @@ class FirstRows(Dataset):
     def __len__(self) -> int:
         return self.count
 
+    def set_epoch(self, epoch: int) -> None:
+        """Tell rows that are others in each epoch."""
+        tell = getattr(self.rows, "set_epoch", None)
+        if tell is not None:
+            tell(epoch)
+
     def __getitem__(self, row: int) -> Any:
         if not 0 <= row < self.count:
             raise IndexError(row)

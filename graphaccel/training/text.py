@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +16,20 @@ import torch
 from torch.utils.data import Dataset
 from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
+from graphaccel.data.json_lines import (
+    ENDINGS,
+    bad_line,
+    check_file,
+    lines_of,
+    object_of,
+    text_of,
+)
 from graphaccel.data.packed import PackedTokens
 from graphaccel.data.sentences import SentencePairs, SpecialTokens
 from graphaccel.data.token_file import TokenFile
-from graphaccel.data.tokenize import bad_line, tokenize
+from graphaccel.data.tokenize import tokenize
 from graphaccel.errors import BadData, BadTraining
+from graphaccel.progress import progress
 from graphaccel.training.settings import Settings
 from graphaccel.training.table import Table
 
@@ -93,10 +105,14 @@ def token_rows(
 ) -> PackedTokens | SentencePairs:
     """Rows of `settings.length` tokens of token files, or of JSON lines that are tokenized first.
 
-    name: of the token file that is written into the output folder, unless it is newer than the
-    text. Raises BadData (GA417) as `tokenize` does.
+    name: of the token file that is written into the output folder, unless it is there, of the same
+    text and tokenizer. Raises BadData (GA417) as `tokenize` does, BadTraining (GA418) where some
+    of the files are no JSON lines.
     """
-    lines = [Path(path) for path in paths if path.endswith((".jsonl", ".json"))]
+    lines = [Path(path) for path in paths if path.endswith(ENDINGS)]
+    for path in paths:
+        if Path(path) not in lines:
+            _check_prefix(path, lines)
     if not lines:
         if len(paths) > 1:
             raise BadTraining(
@@ -105,8 +121,10 @@ def token_rows(
             )
         return _rows(settings, tokenizer, paths[0])
     prefix = settings.output / (f"{name}-sentences" if settings.next_sentence else name)
-    if not _newer(prefix, lines):
+    record, source = prefix.with_name(prefix.name + ".json"), _source(settings, tokenizer, lines)
+    if not (_has(prefix) and record.is_file() and record.read_text() == source):
         settings.output.mkdir(parents=True, exist_ok=True)
+        record.unlink(missing_ok=True)  # a run that is killed meanwhile leaves none
         tokenizer.save_pretrained(settings.output)
         tokenize(
             lines,
@@ -117,7 +135,40 @@ def token_rows(
             skip_bad_lines=settings.skip_bad_lines,
             split_sentences=settings.next_sentence,
         )
+        record.write_text(source)
     return _rows(settings, tokenizer, prefix)
+
+
+def _has(prefix: Path) -> bool:
+    return all(prefix.with_name(prefix.name + end).is_file() for end in (".bin", ".idx"))
+
+
+def _check_prefix(path: str, lines: Sequence[Path]) -> None:
+    """Raises BadData (GA417) for a file that is neither JSON lines nor one of tokens, BadTraining
+    (GA418) for one of tokens beside `lines`."""
+    if not _has(Path(path.removesuffix(".bin").removesuffix(".idx"))) and Path(path).exists():
+        check_file(Path(path))
+        to_lines = "import json, sys; [print(json.dumps(dict(text=t))) for t in sys.stdin]"
+        raise BadData(
+            place=path,
+            reason="it is no JSON lines (a name that ends in .jsonl), and no prefix of token files",
+            help_line=f"a document a line of text:  python -c '{to_lines}' < {path} > text.jsonl",
+        )
+    if lines:
+        raise BadTraining(
+            what=f"`{path}` is no JSON lines, as `{lines[0]}` is",
+            help_line=f"--data {' '.join(map(str, lines))}",
+        )
+
+
+def _source(settings: Settings, tokenizer: PreTrainedTokenizerFast, lines: Sequence[Path]) -> str:
+    """What tokens are made of, to know whether those that are there are these."""
+    for line in lines:
+        check_file(line)
+    files = [(str(line.resolve()), line.stat().st_size, line.stat().st_mtime_ns) for line in lines]
+    rules = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
+    skip = settings.skip_bad_lines
+    return json.dumps({"files": files, "tokenizer": rules, "skip_bad_lines": skip}, indent=1)
 
 
 def _end(settings: Settings, tokenizer: PreTrainedTokenizerFast) -> str | None:
@@ -144,13 +195,6 @@ def _rows(
         )
     masked, causal = settings.reset_documents, settings.task == "causal-lm"
     return PackedTokens(TokenFile(prefix), settings.length, masked=masked, causal=causal)
-
-
-def _newer(prefix: Path, sources: Sequence[Path]) -> bool:
-    written = prefix.with_name(prefix.name + ".idx")
-    if not written.is_file() or not all(source.is_file() for source in sources):
-        return False
-    return written.stat().st_mtime > max(source.stat().st_mtime for source in sources)
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerFast) -> SpecialTokens:
@@ -247,36 +291,45 @@ class Examples(Dataset):
 def read_examples(paths: Sequence[str], keys: Sequence[str], skip: bool) -> list[dict[str, Any]]:
     """The objects of JSON lines, each of which has these keys.
 
-    skip: leave out lines that are no such object. Raises BadData (GA417) with file and line.
+    skip: leave out lines that are no such object, and say how many. Raises BadData (GA417) with
+    file and line.
     """
-    results = [example for path in paths for example in _lines(Path(path), keys, skip)]
+    started = time.perf_counter()
+    bad = Counter[str]()
+    results = [example for path in paths for example in _lines(Path(path), keys, skip, bad)]
+    if skip:
+        text = f"{len(results):,} examples, {bad.total()} lines skipped"
+        progress("read", text, time.perf_counter() - started)
     if not results:
         raise BadData(place=", ".join(paths), reason="it has no example", help_line="")
     return results
 
 
-def _lines(path: Path, keys: Sequence[str], skip: bool) -> Iterator[dict[str, Any]]:
-    if not path.is_file():
-        raise BadData(place=str(path), reason="there is no such file")
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            example, reason = _example(line, keys)
-            if not reason:
-                yield example
-            elif not skip:
-                raise bad_line(str(path), number, reason)
+def _lines(
+    path: Path, keys: Sequence[str], skip: bool, bad: Counter[str]
+) -> Iterator[dict[str, Any]]:
+    """bad: counts the lines that are left out, by their reason."""
+    for number, line in lines_of(path):
+        try:
+            yield _example(line, keys)
+        except ValueError as error:
+            if not skip:
+                raise bad_line(str(path), number, str(error)) from None
+            bad[str(error)] += 1
 
 
-def _example(line: str, keys: Sequence[str]) -> tuple[Any, str]:
-    """The object of a line, and what is wrong with it, if anything."""
-    try:
-        example = json.loads(line)
-    except ValueError as error:
-        return None, str(error)
-    if not isinstance(example, dict):
-        return None, "it is no object"
-    missing = [key for key in keys if key not in example]
-    return example, f"it has no {missing[0]!r}" if missing else ""
+def _example(line: bytes, keys: Sequence[str]) -> dict[str, Any]:
+    """The object of a line. Raises ValueError, saying what is wrong with it."""
+    example = object_of(line)
+    pair = () if example.get("text_pair") is None else ("text_pair",)
+    for key in (*keys, *pair):
+        if key != "label":
+            text_of(example, key)
+        elif key not in example:
+            raise ValueError(f"it has no {key!r}")
+        elif not isinstance(example[key], (str, int, float)) or example[key] != example[key]:
+            raise ValueError(f"its 'label' is {json.dumps(example[key])[:40]}, no class")
+    return example
 
 
 def classified(

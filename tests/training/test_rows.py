@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from tokenizers import Tokenizer, models
 
 from graphaccel.errors import BadData, BadTraining
 from graphaccel.training import images, text
 from graphaccel.training.rows import make_rows
 from graphaccel.training.settings import Settings
+from graphaccel.training.table import FirstRows
 from tests.training.corpora import write_lines
 
 BYTES = Settings(task="causal-lm", model="gpt2", data=(), tokenizer="bytes", length=8)
@@ -49,6 +51,15 @@ def test_masks_depend_on_seed_epoch_and_row_alone() -> None:
     assert not torch.equal(first[3]["labels"], again[3]["labels"])
 
 
+def test_masks_of_a_part_of_the_rows_change_with_the_epoch() -> None:
+    rows = [{"input_ids": torch.arange(40) + i} for i in range(5)]
+    part = FirstRows(text.MaskedTokens(rows, TOKENIZER, 0.3, seed=1), 4)
+    before = part[3]["labels"]
+    part.set_epoch(1)
+    assert not torch.equal(part[3]["labels"], before)
+    FirstRows(rows, 4).set_epoch(1)  # rows that know no epochs
+
+
 def test_a_row_without_a_chosen_token_gets_one() -> None:
     rows = text.MaskedTokens([{"input_ids": torch.arange(8)}], TOKENIZER, 0.0, seed=0)
     assert (rows[0]["labels"] != text.IGNORED).sum() == 1
@@ -64,6 +75,44 @@ def test_text_is_tokenized_once(tmp_path: Path) -> None:
     assert set(rows.train[0]) == {"input_ids", "labels"}
     make_rows(chosen, config)
     assert (tmp_path / "out" / "train.bin").stat().st_mtime_ns == written
+
+
+@pytest.mark.parametrize("what", ["text", "tokenizer", "files"])
+def test_other_text_is_tokenized_again(what: str, tmp_path: Path) -> None:
+    """Also where it is older than the tokens that are there."""
+    data = [
+        write_lines(tmp_path / f"{i}.jsonl", [{"text": word * 9}] * 4)
+        for i, word in enumerate("ab")
+    ]
+    chosen = settings(data=(str(data[0]),), output=tmp_path / "out")
+    other = dataclasses.replace(chosen, data=(str(data[1]),))
+    if what == "tokenizer":
+        Tokenizer(models.WordLevel({"a" * 9: 3, "?": 0}, unk_token="?")).save(
+            str(tmp_path / "t.json")
+        )
+        other = dataclasses.replace(chosen, tokenizer=str(tmp_path / "t.json"), length=2)
+    elif what == "files":
+        other = dataclasses.replace(chosen, data=(str(data[1]), str(data[0])))
+    config = transformers.GPT2Config(n_positions=8)
+    before = make_rows(chosen, config).train[0]["input_ids"]
+    fresh = make_rows(dataclasses.replace(other, output=tmp_path / "fresh"), config).train[0]
+    again = make_rows(other, config).train[0]["input_ids"]
+    assert not torch.equal(again, before)
+    assert torch.equal(again, fresh["input_ids"])
+
+
+def test_a_class_of_one_example_is_known_wherever_the_data_is_cut(tmp_path: Path) -> None:
+    data = write_lines(tmp_path / "a.jsonl", [{"text": "a", "label": f"{i}"} for i in range(8)])
+    chosen = settings(
+        task="sequence-classification", model="bert", data=(str(data),), split="50,50"
+    )
+    config = transformers.BertConfig()
+    rows = make_rows(chosen, config)
+    assert config.num_labels == 8
+    seen = sorted(
+        int(part[i]["labels"]) for part in (rows.train, rows.validation) for i in range(4)
+    )
+    assert seen == [*range(8)]
 
 
 def test_labelled_pairs_are_padded() -> None:
@@ -89,9 +138,18 @@ def test_targets_end_and_their_padding_is_ignored() -> None:
         ("{", "Expecting property name"),
         ('{"text": "a"}', "it has no 'label'"),
         ("3", "no object"),
+        ("[]", "an array"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"text": 5, "label": 0}', "its 'text' is 5, no text"),
+        ('{"text": "\\ud800", "label": 0}', "half of a character"),
+        ('{"text": "a", "text_pair": [], "label": 0}', "its 'text_pair' is [], no text"),
+        ('{"text": "a", "label": null}', "its 'label' is null, no class"),
+        ('{"text": "a", "label": NaN}', "its 'label' is NaN, no class"),
     ],
 )
-def test_a_bad_line_is_named_or_counted(line: str, reason: str, tmp_path: Path) -> None:
+def test_a_bad_line_is_named_or_counted(
+    line: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     file = tmp_path / "lines.jsonl"
     file.write_text(json.dumps({"text": "a", "label": 0}) + "\n" + line + "\n")
     with pytest.raises(BadData) as caught:
@@ -99,6 +157,18 @@ def test_a_bad_line_is_named_or_counted(line: str, reason: str, tmp_path: Path) 
     assert f"{file}:2" in str(caught.value)
     assert reason in str(caught.value)
     assert len(text.read_examples([str(file)], ("text", "label"), skip=True)) == 1
+    assert "1 examples, 1 lines skipped" in capsys.readouterr().err
+
+
+def test_files_that_are_no_lines_are_not_left_out(tmp_path: Path) -> None:
+    data = write_lines(tmp_path / "a.jsonl", [{"text": "abcdefghij"}] * 4)
+    (tmp_path / "b.txt").write_text("words")
+    (tmp_path / "c.bin").write_text("")
+    (tmp_path / "c.idx").write_text("")
+    for file, reason in (("b.txt", "no JSON lines"), ("c", "no JSON lines"), (".", "a folder")):
+        chosen = settings(data=(str(data), str(tmp_path / file)), output=tmp_path / "out")
+        with pytest.raises((BadData, BadTraining), match=reason):
+            make_rows(chosen, transformers.GPT2Config(n_positions=8))
 
 
 def test_a_label_that_the_model_does_not_know() -> None:
