@@ -27,8 +27,8 @@ from graphaccel.api import full_state_dict, optimize
 from graphaccel.checkpoint.load import load
 from graphaccel.checkpoint.save import save
 from graphaccel.errors import GraphMisuse
-from graphaccel.integrations.one_process import start
-from graphaccel.integrations.settings import with_precision
+from graphaccel.integrations.one_process import counted, read_everywhere, start
+from graphaccel.integrations.settings import wait_for_all, with_precision
 
 _REPLACED = {  # argument of Accelerator → what to write instead
     "deepspeed_plugin": 'optimize={"zero": 3}',
@@ -60,6 +60,23 @@ class Accelerator(accelerate.Accelerator):
         self._settings, state = start(_pins_of(given, optimize or {}))
         assert state.device is not None
         super().__init__(**{**given, "mixed_precision": "no", "cpu": state.device.type == "cpu"})
+        read_everywhere(self)
+
+    def wait_for_everyone(self) -> None:
+        """Wait for all ranks."""
+        wait_for_all()
+
+    @contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """The first rank enters the block alone, and the others when it has left."""
+        with _first(self.is_main_process):
+            yield
+
+    @contextmanager
+    def local_main_process_first(self) -> Iterator[None]:
+        """The same for the first rank of each machine."""
+        with _first(self.is_local_main_process):
+            yield
 
     def prepare(self, *objects: Any, **kwargs: Any) -> Any:
         """As `accelerate.Accelerator.prepare`. A model is optimized with its optimizer."""
@@ -73,6 +90,10 @@ class Accelerator(accelerate.Accelerator):
             optimize(model, own[0], **self._settings)
         return super().prepare(*objects, **kwargs)
 
+    def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
+        """As `accelerate.Accelerator.prepare_data_loader`; each rank reads."""
+        return counted(super().prepare_data_loader(*args, **kwargs))
+
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """All weights of the model, on the CPU; tied weights share memory. Called by every rank."""
         full = OrderedDict(full_state_dict(model))
@@ -81,6 +102,11 @@ class Accelerator(accelerate.Accelerator):
             full[name] = full[first.setdefault(id(parameter), name)]
         return full
 
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        """As `accelerate.Accelerator.save_model`; the files are there when the ranks go on."""
+        super().save_model(*args, **kwargs)
+        wait_for_all()
+
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Path:
         """As `accelerate.Accelerator.save_state`; each rank writes its part of optimizer state."""
         with self._without_optimizers():
@@ -88,6 +114,7 @@ class Accelerator(accelerate.Accelerator):
         for number, (model, optimizer) in enumerate(self._pairs()):
             own = _folder(Path(folder), number)
             save(own, model, optimizer, step=self.step, weights=False)
+        wait_for_all()
         return folder
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
@@ -121,6 +148,17 @@ class Accelerator(accelerate.Accelerator):
             yield
         finally:
             self._optimizers = kept
+
+
+@contextmanager
+def _first(is_first: bool) -> Iterator[None]:
+    if not is_first:
+        wait_for_all()
+    try:
+        yield
+    finally:
+        if is_first:
+            wait_for_all()
 
 
 def _pins_of(arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.data_loader import DataLoaderShard
 from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import find_batch_size
+from torch.utils.data import IterableDataset
 
 from graphaccel.integrations.settings import started
 
@@ -29,6 +33,32 @@ def start(settings: Mapping[str, Any]) -> tuple[dict[str, Any], PartialState]:
     """
     complete, device = started(settings)
     return complete, as_one_process(device)
+
+
+def read_everywhere(accelerator: Accelerator) -> None:
+    """Let each rank read its data itself. Of a data set without a length Accelerate lets the first
+    rank read, and the others wait for batches that are sent in a job of several processes alone."""
+    accelerator.dataloader_config.dispatch_batches = False
+
+
+class Stream(DataLoaderShard):
+    """A prepared loader of a data set without a length. The rows of its last batch are counted, to
+    which `gather_for_metrics` cuts, as where the first rank reads for all."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in super().__iter__():
+            if self.end_of_dataloader:
+                self.remainder = find_batch_size(batch) or -1
+            yield batch
+
+
+def counted(loader: Any) -> Any:
+    """A prepared loader that knows the rows of its last batch."""
+    if not isinstance(loader, DataLoaderShard) or not isinstance(loader.dataset, IterableDataset):
+        return loader
+    stream = object.__new__(Stream)
+    vars(stream).update(vars(loader))
+    return stream
 
 
 def as_one_process(device: torch.device) -> PartialState:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from graphaccel.api import start_ranks
 from graphaccel.arguments import read_plan
@@ -44,3 +45,9 @@ def with_precision(
             help_line=f"leave one out, or pin the same:  {pin.format(asked)}",
         )
     return {**settings, "precision": asked} if asked else dict(settings)
+
+
+def wait_for_all() -> None:
+    """Wait for all ranks, as before one reads what the first wrote."""
+    if dist.is_initialized():
+        dist.barrier()

@@ -17,6 +17,11 @@ _REPLACED = {  # set in TrainingArguments → what to write instead
     "fp16_full_eval": "fp16=True",
     "bf16_full_eval": "bf16=True",
 }
+_HOOKS = {  # set in TrainingArguments → what to write instead
+    "neftune_noise_alpha": "add the noise in the forward of a model of your own:  "
+    "embedded += torch.empty_like(embedded).uniform_(-size, size)",
+    "debug": 'on_nonfinite names a loss that is none:  optimize={"on_nonfinite": "error"}',
+}
 
 
 def pins_of(args: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -32,6 +37,13 @@ def pins_of(args: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
             raise GraphMisuse(
                 what=f"TrainingArguments({name}=...) asks for what the plan decides",
                 help_line=f"leave it out; the plan's own is:  {instead}",
+            )
+    for name, instead in _HOOKS.items():
+        if getattr(args, name, None):
+            raise GraphMisuse(
+                what=f"TrainingArguments({name}=...) hangs hooks on modules, which the graph of a "
+                "step does not call",
+                help_line=f"leave it out; {instead}",
             )
     asked = "bf16" if args.bf16 else "fp16" if args.fp16 else None
     pins = with_precision(settings, asked, f"TrainingArguments({asked}=True)")

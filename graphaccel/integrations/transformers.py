@@ -23,7 +23,8 @@ from graphaccel.api import full_state_dict, optimize
 from graphaccel.checkpoint.load import load
 from graphaccel.checkpoint.save import save
 from graphaccel.errors import GraphMisuse
-from graphaccel.integrations.one_process import start
+from graphaccel.integrations.one_process import counted, read_everywhere, start
+from graphaccel.integrations.settings import wait_for_all
 from graphaccel.integrations.training_arguments import pins_of
 
 _OVERRIDDEN = ("_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler", "_save_rng_state")
@@ -55,6 +56,15 @@ class PlannedSteps(_Trainer):
         vars(self.args)["_setup_devices"] = state.device  # else it warns of the group that exists
         self.args._n_gpu = int(str(state.device).startswith("cuda"))
         super().create_accelerator_and_postprocess()
+        read_everywhere(self.accelerator)
+
+    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's; each rank reads."""
+        return counted(super().get_eval_dataloader(*args, **kwargs))
+
+    def get_test_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's; each rank reads."""
+        return counted(super().get_test_dataloader(*args, **kwargs))
 
     def create_optimizer(self, *args: Any) -> torch.optim.Optimizer:
         """Create the optimizer, and let the model train with it under a plan."""
@@ -72,9 +82,11 @@ class PlannedSteps(_Trainer):
         return optimizer
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the whole model from the first rank. Called by every rank."""
+        """Write the whole model from the first rank. Called by every rank; it is there when they
+        go on."""
         folder = output_dir or self.args.output_dir
         self._save(folder, state_dict=full_state_dict(self.model))
+        wait_for_all()
         if self.args.push_to_hub and not _internal_call and self.args.should_save:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 

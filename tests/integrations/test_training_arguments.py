@@ -60,6 +60,16 @@ def test_what_the_plan_decides_is_refused(
     )
 
 
+@pytest.mark.parametrize("changed", [{"neftune_noise_alpha": 5.0}, {"debug": "underflow_overflow"}])
+def test_what_hangs_hooks_on_modules_is_refused(tmp_path: Path, changed: dict[str, Any]) -> None:
+    (name,) = changed
+    with pytest.raises(GraphMisuse) as caught:
+        pins_of(given(tmp_path, **changed), {})
+    first, second, _ = str(caught.value).splitlines()
+    assert first.startswith(f"error[GA407]: TrainingArguments({name}=...) hangs hooks on modules")
+    assert second.startswith("  help: leave it out; ")
+
+
 def test_a_model_that_is_optimized_already(tmp_path: Path) -> None:
     model = gpt2()
     graphaccel.optimize(model, devices=1)
