@@ -11,7 +11,8 @@ import math
 from graphaccel.errors import GraphAccelError
 from graphaccel.planner.plan.pins import Pins
 from graphaccel.planner.plan.plan import Plan
-from graphaccel.planner.search.bounds import Bounds, columns
+from graphaccel.planner.search.bounds import Bounds
+from graphaccel.planner.search.candidate_columns import columns
 from graphaccel.planner.search.candidates import Shape, layouts, meshes_of, recomputes
 from graphaccel.planner.search.heuristic import estimate_best
 from graphaccel.planner.search.solve import Problem, excess, with_cuts_and_blocks

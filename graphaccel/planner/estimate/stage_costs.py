@@ -205,6 +205,20 @@ def _flight_column(schedule: str, ranks: int, per_rank: int, microbatches: int) 
     return np.array([held[stage] for stage in range(ranks * per_rank)])
 
 
+@cache
+def least_flight(ranks: int, per_rank: int, microbatches: int) -> np.ndarray:
+    """For each rank, bytes that it holds at least at some moment, for each byte that its stages
+    together save of one microbatch, however these bytes are divided among its stages: what it holds
+    on average over the moments when it holds the most microbatches."""
+    if per_rank == 1:
+        return np.minimum(microbatches, ranks - np.arange(ranks)).astype(float)
+    results = []
+    for held in _held_by_rank(ranks, per_rank, repeating(ranks, microbatches)):
+        total = held.sum(axis=1)
+        results.append(max(held[total == total.max()].mean(axis=0).min(), held.min(axis=1).max()))
+    return np.array(results, dtype=float)
+
+
 def repeating(ranks: int, microbatches: int) -> int:
     """The number of microbatches after which a rank's states repeat: microbatches pass in groups of
     `ranks`, and between warm-up and cool-down every group is identical to the one before it."""

@@ -20,6 +20,7 @@ from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.search.candidate_queue import CandidateQueue, QueueEntry
 from graphaccel.planner.search.candidates import Layout, Shape, plain_with, shard_sizes, weighed
 from graphaccel.planner.search.heuristic import estimate_best
+from graphaccel.planner.search.memory_floor import Open, least_open, seconds_with_memory
 from graphaccel.planner.search.neighbours import neighbours, shape_of
 from graphaccel.planner.search.reasons import seconds
 from graphaccel.planner.search.recipes import RECIPES, Recipe
@@ -31,6 +32,8 @@ _FEW_KNOWN = 16  # the same, where the question is whether anything beats a plan
 _BLOCKS = 320_000  # divided by the square of the block count: solving and layouts cost by block
 _BUILT = 6  # layouts whose graphs are built at most; those with a tensor axis only always are
 _MORE = 4  # besides, for recipes and neighbours
+_BOUNDED = 6  # layouts whose graphs are built for their bounds alone, ...
+_PROVED = 0.9  # ... where these are below so much of the best time
 _NEAR = 48  # candidates around the best that are solved at most
 # Of 460 candidates of Llama-3-405B on 1,024 to 16,384 devices none took less than 0.94 of the
 # estimate on its layout's own graph; on the graph of another layout estimates were too short, by 0
@@ -51,9 +54,10 @@ class _BestFirst:
     """about: estimated seconds of each layout's shapes; guessed: of its best one. slower: by which
     factor estimates rose when the graph was built, by the axes of the layout. crowded: of each
     layout's shapes, whether they are far from fitting without recomputation. taken: numbers of the
-    shapes that were handled. skipped: lower bounds of shapes that were not solved because of the
-    memory they would hold. built: the number of tensor axis sizes, plus the layouts built since.
-    beyond: size of the tensor axis above which no layout is built."""
+    shapes that were handled. skipped: of those that were not solved; crowded_out: of those not
+    solved without recomputation, because of the memory they would hold. built: the number of tensor
+    axis sizes, plus the layouts built since. beyond: size of the tensor axis above which no layout
+    is built."""
 
     def __init__(self, work: Pass) -> None:
         self.work = work
@@ -64,7 +68,8 @@ class _BestFirst:
         self.slower: dict[tuple[bool, bool], float] = {}
         self.crowded: dict[Layout, np.ndarray] = {}
         self.taken: dict[Layout, list[int]] = {layout: [] for layout in self.groups}
-        self.skipped: list[float] = []
+        self.skipped: dict[Layout, list[int]] = {layout: [] for layout in self.groups}
+        self.crowded_out: dict[Layout, list[int]] = {layout: [] for layout in self.groups}
         self.blocks = len(work.problem.profile.block_names)
         self.beyond = math.inf
         self.solved = self.built = 0
@@ -249,14 +254,14 @@ class _BestFirst:
         tally, choices = work.outcome.tally, work.choices
         within = work.limit < math.inf and self._inside(mesh.pipeline * mesh.interleave)
         if work.is_misfit(mesh) or within:
-            self.skipped.append(bound)
+            self.skipped[mesh.layout].append(place)
             tally.pruned += len(choices)
             return
         for choice in choices:
             if mesh in work.settled:
                 tally.pruned += 1
             elif choice == "none" and self.crowded[mesh.layout][place] and len(choices) > 1:
-                self.skipped.append(bound)
+                self.crowded_out[mesh.layout].append(place)
                 work.outcome.cramped = min(work.outcome.cramped, bound)
                 tally.pruned += 1
                 work.missed(mesh)
@@ -266,16 +271,40 @@ class _BestFirst:
 
     def _leave(self) -> None:
         """Record in the outcome how many candidates are left unsolved, and their lower bound."""
-        work, result = self.work, [np.array(self.skipped)]
-        for layout, meshes in self.groups.items():
-            if meshes:
-                free = np.delete(work.shape_bounds(layout).seconds, self.taken[layout])
-                work.outcome.tally.pruned += len(work.choices) * len(free)
-                result.append(free)
-        skipped, *rest = (bounds[weighed(bounds) <= work.limit] for bounds in result)
-        many = len(work.choices) * sum(map(len, rest)) + len(skipped)
-        if many:
-            work.outcome.open = many, float(np.concatenate([skipped, *rest]).min())
+        work = self.work
+        rows = {layout: self._left(layout) for layout in self.groups}
+        for _ in range(_BOUNDED):
+            least = {x: min((o.low for o in own), default=math.inf) for x, own in rows.items()}
+            first = min(least, key=lambda x: least[x], default=work.base_layout)
+            if work.bounds.built(first) or least[first] > _PROVED * work.limit:
+                break
+            if work.bounds.build(first):
+                rows[first] = self._left(first)
+            else:
+                del rows[first]
+                self._impossible(first)
+        for layout in rows:
+            free = len(self.groups[layout]) - len(self.taken[layout])
+            work.outcome.tally.pruned += len(work.choices) * free
+        every = [one for own in rows.values() for one in own]
+        if many := sum(one.choices * len(one.least) for one in every):
+            work.outcome.open = many, least_open(work.bounds, every, work.limit)
+
+    def _left(self, layout: Layout) -> list[Open]:
+        """The candidates of a layout that were not solved and may be faster."""
+        free = np.delete(np.arange(len(self.groups[layout])), self.taken[layout]).tolist()
+        left = [(free, len(self.work.choices), True)]
+        left += [(self.skipped[layout], 1, True), (self.crowded_out[layout], 1, False)]
+        return [self._open(layout, *own) for own in left if own[0]]
+
+    def _open(self, layout: Layout, numbers: list[int], choices: int, recompute: bool) -> Open:
+        """Those of some candidates of a layout that may be faster. choices: of recomputation."""
+        work, places = self.work, np.array(numbers, dtype=np.int64)
+        least, big = (column[places] for column in work.shape_bounds(layout))
+        of = work.columns[layout].of(places[(weighed(least) <= work.limit) & ~big])
+        least = seconds_with_memory(work.bounds, of, work.limit, recompute=recompute)
+        near = weighed(least) <= work.limit
+        return Open(of.of(near), least[near], choices, recompute)
 
 
 def _axes(layout: Layout) -> tuple[bool, bool]:

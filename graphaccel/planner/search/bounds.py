@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
 from itertools import pairwise
 from typing import Any, TypeVar, cast
 
@@ -29,83 +28,14 @@ from graphaccel.planner.profile.candidate_cuts import candidate_cuts
 from graphaccel.planner.profile.efficiency import computing
 from graphaccel.planner.profile.microbatch_profile import SizedProfile
 from graphaccel.planner.profile.profile import Profile
-from graphaccel.planner.search.candidates import Layout, Shape
+from graphaccel.planner.search.candidate_columns import Columns, even_idle, least_idle
+from graphaccel.planner.search.candidates import Layout
 from graphaccel.planner.search.data_axis_bounds import LeastMoved, least_moved
 from graphaccel.planner.search.recompute import least_saved
 from graphaccel.planner.search.selective_recompute import ways_of
 from graphaccel.planner.search.solve import Problem, resident_parts
 
 T = TypeVar("T")
-_STEP = RESHARDS.index("once_per_step")
-
-
-@dataclass(frozen=True, eq=False)
-class Columns:
-    """Shapes of one layout as columns, field by field. again: index in `RESHARDS`; shards: whether
-    gradients are reduced in each microbatch; small: examples of a microbatch; apart: whether the
-    schedule computes the gradients of weights separately; gpipe: whether all its forwards are
-    before its backwards; over: number of devices over which ZeRO shards. order: the rank of each by
-    `Shape.order`."""
-
-    layout: Layout
-    microbatches: np.ndarray
-    pipeline: np.ndarray
-    interleave: np.ndarray
-    data: np.ndarray
-    zero: np.ndarray
-    reshard: np.ndarray
-    shards: np.ndarray
-    small: np.ndarray
-    apart: np.ndarray
-    gpipe: np.ndarray
-    over: np.ndarray
-    order: np.ndarray
-
-    def of(self, rows: np.ndarray) -> Columns:
-        """A subset of the rows."""
-        names = [field.name for field in fields(self) if field.name != "layout"]
-        return replace(self, **{name: getattr(self, name)[rows] for name in names})
-
-    @property
-    def once(self) -> np.ndarray:
-        """Whether gradients are reduced as soon as they are computed."""
-        return (self.microbatches == 1) | self.shards
-
-    @property
-    def held(self) -> np.ndarray:
-        """Whether parameters that ZeRO 3 gathers are held for all microbatches."""
-        return (self.zero == 3) & (self.data > 1) & (self.reshard == _STEP)
-
-    @cached_property
-    def sizes(self) -> tuple[list[int], np.ndarray]:
-        """The distinct microbatch sizes, ascending, and the index of each row's size."""
-        sizes, place = np.unique(self.small, return_inverse=True)
-        return sizes.tolist(), place
-
-    @cached_property
-    def over_data(self) -> tuple[list[list[int]], np.ndarray]:
-        """The distinct values of what traffic over data depends on, (data, pipeline, ZeRO up to 2,
-        devices over which it shards), and the index of each row's."""
-        asked = np.stack([self.data, self.pipeline, np.minimum(self.zero, 2), self.over])
-        kinds, place = np.unique(asked, axis=1, return_inverse=True)
-        return kinds.T.tolist(), place
-
-
-def columns(shapes: Sequence[Shape], batch: int) -> Columns:
-    """The columns of shapes, all of one layout."""
-    rows = [
-        (s.microbatches, s.pipeline, s.interleave, s.data, s.zero,
-         RESHARDS.index(s.reshard_after_forward),
-         s.accumulation == "shards", s.microbatch_size(batch), s.schedule == "zero_bubble",
-         s.schedule == "gpipe", s.shard_size or s.data)
-        for s in shapes
-    ]  # fmt: skip
-    result = np.array(rows, dtype=np.int64).reshape(-1, 11).T
-    held = result[6] > 0, result[7], result[8] > 0, result[9] > 0, result[10]
-    order = np.empty(len(shapes), dtype=np.int64)
-    order[sorted(range(len(shapes)), key=lambda i: shapes[i].order)] = np.arange(len(shapes))
-    values: Any = (*result[:6], *held, order)
-    return Columns(shapes[0].layout, *values)
 
 
 @dataclass(frozen=True)
@@ -129,6 +59,7 @@ class Sums:
     kept: Any
     passing: Any
     crossing: Any
+    largest: Any
 
 
 class Bounds:
@@ -202,9 +133,10 @@ class Bounds:
     def _stands(self, layout: Layout) -> Plan:
         return replace(self._base, **vars(layout), data=1, microbatches=1)
 
-    def seconds(self, of: Columns, *, even: bool = False) -> np.ndarray:
+    def seconds(self, of: Columns, *, even: bool = False, more: Any = 0.0) -> np.ndarray:
         """Lower bounds in seconds, by axes, microbatches and ZeRO. even: for equally long stages,
-        as most are; uneven stages may beat this by a part of the pipeline bubble."""
+        as most are; uneven stages may beat this by a part of the pipeline bubble. more: seconds
+        that a microbatch takes longer, all stages together."""
         known, sums = self.nearest(of.layout), self.sums(of)
         extra = of.layout.model_parallel_size // known.model_parallel_size
         low = (of.zero == 3) & (RESHARDS.index("never") != of.reshard) & (self.gathered < 1)
@@ -218,16 +150,17 @@ class Bounds:
 
         starts = sums.forward_launches
         forward = divided(sums.work - sums.backward, starts)
-        backward = divided(sums.backward, sums.launches - starts)
+        backward = divided(sums.backward, sums.launches - starts) + more
         work = forward + backward
         each = work / of.pipeline
-        idle = (_even_idle if even else least_idle)(of, work, sums.weight)
+        idle = (even_idle if even else least_idle)(of, work, sums.weight)
         if self._problem.cluster.device.crowd > 1:
             idle = np.zeros_like(idle)
         moving, late = self._outside(known, of)
         # Recomputing blocks hides no more than it costs.
         moved = moving.exposed(of, forward, backward)
-        return of.microbatches * each + np.maximum(idle, moved) + late
+        whole = of.microbatches * each + np.maximum(idle, moved)
+        return np.maximum(whole, of.microbatches * sums.largest / extra) + late
 
     def too_big(self, of: Columns) -> np.ndarray:
         """Whether what the fullest device holds throughout the step is already too much, however
@@ -260,8 +193,7 @@ class Bounds:
         """The sums of each shape's microbatch, on the nearest layout whose graph is built."""
         known = self.nearest(of.layout)
         sizes, place = of.sizes
-        ends = sizes[0], sizes[-1]
-        return _spread([self.cached(_sums, known, size, ends) for size in sizes], place)
+        return _spread([self.cached(_sums, known, size, of.ends) for size in sizes], place)
 
     def _outside(self, known: Layout, of: Columns) -> tuple[LeastMoved, np.ndarray]:
         kinds, place = of.over_data
@@ -289,38 +221,6 @@ def _computed(known: dict[Any, Any], bounds: Bounds, make: Callable[..., T], key
     return cast(T, known[asked])
 
 
-def least_idle(of: Columns, work: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """Lower bound on the seconds that a device idles in the pipeline, for any cuts and any
-    distribution of forward and backward over the stages. work: seconds of a microbatch on all S
-    stages; weight: of it, what can run separately (gradients of weights).
-
-    1F1B with m > S microbatches: rank r idles for the stages before it, and twice for the stages
-    after it, except for the S - 1 - r microbatches it has in flight there. With those multiples of
-    these S inequalities that make all stages' coefficients equal, no cuts beat even ones: m + S - 1
-    times an S-th of the work. With m <= S microbatches, where the first rank runs all forwards
-    while it waits: 2 S / (2 S - m + 1) times the work. GPipe runs all forwards, then all backwards:
-    the even form for any m. Other schedules: a device runs its part of all microbatches, and all
-    devices run one after another; never more than the closed form of `planner.estimate.estimate`,
-    which ranks the candidates first. Even stages are not optimal for an interleaved schedule: with
-    2 ranks of 2 stages each, 4 microbatches take 2.25 times the work, and 2.133 times with forwards
-    of 3, 3, 3, 6 and backwards of 5, 5, 5, 0.
-    """
-    m, ranks = of.microbatches, of.pipeline
-    even = (m + ranks - 1) / ranks
-    few = 2 * ranks / (2 * ranks - np.minimum(m, ranks) + 1)
-    times = np.where(of.gpipe | (m > ranks), even, few)
-    plain = (of.interleave == 1) & ~of.apart
-    idle = np.maximum(0.0, np.where(plain, times, 1.0) * work - m * work / ranks)
-    certain = np.where(of.apart, np.maximum(0.0, idle - weight), idle)
-    return np.minimum(certain, _even_idle(of, work, weight))  # no more than in the closed form
-
-
-def _even_idle(of: Columns, work: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """The idle seconds of stages that take equally long."""
-    idle = (work - work / of.pipeline) / of.interleave
-    return np.where(of.apart, np.maximum(0.0, idle - 2 * weight), idle)
-
-
 def over_parameters(layout: Layout, known: Layout) -> int:
     """The number of parts into which a layout at best divides each parameter of its parent `known`;
     the context axis divides none."""
@@ -345,7 +245,7 @@ def _spread(result: Sequence[T], place: np.ndarray) -> T:
 def recompute_curve(bounds: Bounds, known: Layout, small: int) -> tuple[np.ndarray, np.ndarray]:
     """(shares of the saved bytes that recomputation can free, ascending from 0 to 1; share of the
     forward that is recomputed for it), the cheapest first, for one microbatch size."""
-    profile, sized = bounds.cached(_sized, known, small)
+    profile, sized = bounds.cached(sized_profile, known, small)
     steps: list[tuple[float, float, float]] = []  # seconds per byte, bytes, seconds
     for kind, ways in zip(profile.block_kinds, ways_of(profile, sized), strict=True):
         ends = [(0, 0.0), *((way.less, way.seconds) for way in ways)]
@@ -361,7 +261,8 @@ def recompute_curve(bounds: Bounds, known: Layout, small: int) -> tuple[np.ndarr
     return saved / saved[-1], seconds / forward
 
 
-def _sized(bounds: Bounds, known: Layout, small: int) -> tuple[Profile, SizedProfile]:
+def sized_profile(bounds: Bounds, known: Layout, small: int) -> tuple[Profile, SizedProfile]:
+    """The profile of a layout, and at one microbatch size."""
     plan = bounds.plan(known, data=1, microbatches=1, batch=small)
     profile = bounds.problem.layouts.of(plan)
     if usual_inside(plan):
@@ -372,7 +273,7 @@ def _sized(bounds: Bounds, known: Layout, small: int) -> tuple[Profile, SizedPro
 
 
 def _lean(bounds: Bounds, known: Layout, small: int) -> int:
-    return least_saved(*_sized(bounds, known, small))
+    return least_saved(*sized_profile(bounds, known, small))
 
 
 def _least_lean(bounds: Bounds, known: Layout, small: int, ends: tuple[int, int]) -> int:
@@ -380,7 +281,7 @@ def _least_lean(bounds: Bounds, known: Layout, small: int, ends: tuple[int, int]
     their linear interpolation. It is a minimum of many sums of bytes, and the minimum of linear
     sums is concave."""
     low, high = ends
-    asked = [bounds.cached(_sized, known, size) for size in (low, small, high)]
+    asked = [bounds.cached(sized_profile, known, size) for size in (low, small, high)]
     if small in ends or len({id(profile) for profile, _ in asked}) > 1:
         return bounds.cached(_lean, known, small)
     each = [sized.bytes for _, sized in asked]
@@ -392,7 +293,7 @@ def _least_lean(bounds: Bounds, known: Layout, small: int, ends: tuple[int, int]
 
 
 def _sums(bounds: Bounds, known: Layout, small: int, ends: tuple[int, int]) -> Sums:
-    profile, sized = bounds.cached(_sized, known, small)
+    profile, sized = bounds.cached(sized_profile, known, small)
     lean = _least_lean(bounds, known, small, ends)
     cuts = candidate_cuts(profile, sized).bytes
     return Sums(
@@ -409,7 +310,14 @@ def _sums(bounds: Bounds, known: Layout, small: int, ends: tuple[int, int]) -> S
         int(sized.saved(profile.no_recomputation)[0].sum()),
         int(max(sized.passing_forward.max(), sized.passing_backward.max())),
         min(cuts, default=0),
+        longest_position(sized),
     )
+
+
+def longest_position(sized: SizedProfile) -> float:
+    """Seconds of the position that takes longest, without casts, which may run elsewhere."""
+    casts = 2 * np.maximum(sized.casts, sized.held_casts)
+    return float(max(0.0, (sized.forward + sized.backward - casts).max(initial=0.0)))
 
 
 def _moving(

@@ -20,7 +20,8 @@ from graphaccel.planner.plan.pins import Pins
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.plan.prediction import Prediction
 from graphaccel.planner.profile.candidate_cuts import candidate_cuts
-from graphaccel.planner.search.bounds import Bounds, columns
+from graphaccel.planner.search.bounds import Bounds
+from graphaccel.planner.search.candidate_columns import columns
 from graphaccel.planner.search.candidates import Layout, Shape, plain, weighed
 from graphaccel.planner.search.reasons import mesh_key, seconds
 from graphaccel.planner.search.recompute import block_options

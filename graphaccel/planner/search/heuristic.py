@@ -15,7 +15,8 @@ import numpy as np
 
 from graphaccel.planner.cluster.communication import send_seconds
 from graphaccel.planner.plan.axis_orders import orders
-from graphaccel.planner.search.bounds import Bounds, Columns, over_parameters, recompute_curve
+from graphaccel.planner.search.bounds import Bounds, over_parameters, recompute_curve
+from graphaccel.planner.search.candidate_columns import Columns
 
 _CROWDED = 1.5
 

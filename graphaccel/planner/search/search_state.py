@@ -22,7 +22,8 @@ from graphaccel.planner.plan.base_plan import base_plan
 from graphaccel.planner.plan.pins import RESHARDS, Pins
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.plan.prediction import Prediction
-from graphaccel.planner.search.bounds import Bounds, Columns, columns
+from graphaccel.planner.search.bounds import Bounds
+from graphaccel.planner.search.candidate_columns import Columns, columns
 from graphaccel.planner.search.candidates import (
     Layout,
     Shape,

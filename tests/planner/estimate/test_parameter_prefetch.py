@@ -27,8 +27,9 @@ from graphaccel.planner.plan.pins import OFFLOADS, Pins
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.plan.plan_name import plan_name
 from graphaccel.planner.profile.profile import Profile
-from graphaccel.planner.search.bounds import Bounds, columns
+from graphaccel.planner.search.bounds import Bounds
 from graphaccel.planner.search.branch_and_bound import solve_all
+from graphaccel.planner.search.candidate_columns import columns
 from graphaccel.planner.search.candidates import Layout, Shape, meshes_of, plain
 from graphaccel.planner.search.record import Record
 from graphaccel.planner.search.search import Conditions, search

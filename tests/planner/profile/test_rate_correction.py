@@ -27,8 +27,9 @@ from graphaccel.planner.profile.rate_correction import (
     step_time,
     with_step,
 )
-from graphaccel.planner.search.bounds import Bounds, columns
+from graphaccel.planner.search.bounds import Bounds
 from graphaccel.planner.search.branch_and_bound import seconds
+from graphaccel.planner.search.candidate_columns import columns
 from graphaccel.planner.search.candidates import Layout, meshes_of
 from graphaccel.planner.search.solve import with_cuts_and_blocks
 from graphaccel.report.certainty import calibration_of

@@ -20,8 +20,9 @@ from graphaccel.planner.plan.pins import Pins
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.profile.axis_collectives import collective_costs_of
 from graphaccel.planner.profile.profile import Profile
-from graphaccel.planner.search.bounds import Bounds, columns, least_idle, recompute_curve
+from graphaccel.planner.search.bounds import Bounds, recompute_curve
 from graphaccel.planner.search.branch_and_bound import seconds
+from graphaccel.planner.search.candidate_columns import columns, least_idle
 from graphaccel.planner.search.candidates import Layout, Shape, meshes_of
 from graphaccel.planner.search.data_axis_bounds import least_moved
 from graphaccel.planner.search.recompute import least_saved

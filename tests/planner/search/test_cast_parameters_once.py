@@ -26,8 +26,9 @@ from graphaccel.planner.plan.pins import Pins
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.plan.plan_name import plan_name
 from graphaccel.planner.plan.read_pins import read_pins
-from graphaccel.planner.search.bounds import Bounds, columns
+from graphaccel.planner.search.bounds import Bounds
 from graphaccel.planner.search.branch_and_bound import seconds
+from graphaccel.planner.search.candidate_columns import columns
 from graphaccel.planner.search.candidates import shapes
 from graphaccel.planner.search.solve import Problem, with_cuts_and_blocks
 from graphaccel.report.text import plan_report

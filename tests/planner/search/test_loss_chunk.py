@@ -25,8 +25,9 @@ from graphaccel.planner.plan.pins import Pins
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.profile.layout_profiles import Layouts
 from graphaccel.planner.profile.profile import Profile
-from graphaccel.planner.search.bounds import Bounds, columns
+from graphaccel.planner.search.bounds import Bounds
 from graphaccel.planner.search.branch_and_bound import seconds
+from graphaccel.planner.search.candidate_columns import columns
 from graphaccel.planner.search.candidates import shapes
 from graphaccel.planner.search.solve import Problem, with_cuts_and_blocks
 from tests.support.captures import captures_of

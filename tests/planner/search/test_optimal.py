@@ -28,7 +28,8 @@ from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.plan.plan_name import plan_name
 from graphaccel.planner.profile.layout_profiles import Layouts, rates_of
 from graphaccel.planner.profile.profile import Profile
-from graphaccel.planner.search.bounds import Bounds, columns
+from graphaccel.planner.search.bounds import Bounds
+from graphaccel.planner.search.candidate_columns import columns
 from graphaccel.planner.search.candidates import Shape
 from graphaccel.planner.search.search import Conditions, search
 from graphaccel.planner.search.search_state import weighed_of
