@@ -20,6 +20,7 @@ from graphaccel.dispatch.variants import Variant, Variants
 from graphaccel.errors import BatchChanged, CaptureRefused
 from graphaccel.errors.messages import format_bytes
 from graphaccel.ir.program import StepProgram
+from graphaccel.planner.plan.plan import Plan
 from graphaccel.progress import progress
 from graphaccel.runtime.parameters.later_layouts import add_layouts_of
 from graphaccel.runtime.session import CompiledStep
@@ -36,11 +37,12 @@ class Steps:
         self._reported_sizes: set[int] = set()
         self._trained, self.memory = prepared.planned.step.trainable, prepared.memory
         self._known = Variants(run.settings.max_programs, prepared.session.forget)
+        self._by_inductor = 0
 
     def first(self, batch: Batch, *, example: bool) -> Variant:
         """The step of the batch that was planned for."""
         planned = self._prepared.planned
-        compiled = compiled_training(planned.step, planned.program, planned.plan)
+        compiled = compiled_training(planned.step, planned.program, self._bounded(planned.plan))
         return self._add(_training_key(batch), batch, planned.step, compiled, example=example)
 
     def completed(self, batch: Batch) -> Completed | None:
@@ -84,7 +86,9 @@ class Steps:
         step, program = run.compiler.compile(batch, planned, prepared.stored)
         self._follow_trained(batch, step, program)
         run.gate.later(step, lambda: whole_pair(run, prepared, batch), whole=prepared.whole)
-        return self._add(key, batch, step, compiled_training(step, program, planned.plan))
+        return self._add(
+            key, batch, step, compiled_training(step, program, self._bounded(planned.plan))
+        )
 
     def _follow_trained(self, batch: Batch, step: StepGraph, program: StepProgram) -> None:
         """Lay out gradients and optimizer state of parameters that no step before trained, predict
@@ -117,7 +121,22 @@ class Steps:
         step, program = run.compiler.compile_evaluation(batch, planned, stored, training=training)
         check_indices(step, batch)
         run.gate.later(step, None, whole=False)
-        return self._add(key, batch, step, compiled_evaluation(step, program, planned.plan))
+        compiled = compiled_evaluation(step, program, self._bounded(planned.plan))
+        return self._add(key, batch, step, compiled)
+
+    def _bounded(self, plan: Plan) -> Plan:
+        """The plan for one more program. After `max_programs` Inductor compiles no further ones,
+        which is reported to the user once: shapes that change in every batch would be compiled
+        without end. All ranks make the same calls."""
+        if plan.compile == "off":
+            return plan
+        self._by_inductor += 1
+        most = self._run.settings.max_programs
+        if self._by_inductor <= most:
+            return plan
+        if self._by_inductor == most + 1:
+            progress("compile", _enough(most), 0.0)
+        return replace(plan, compile="off")
 
     def _add(
         self,
@@ -138,6 +157,13 @@ def _unfrozen(model: nn.Module, names: frozenset[str]) -> str:
     own = [name for name, _ in model.named_parameters() if name in names]
     more = f" and {len(own) - 3} more" if len(own) > 3 else ""
     return f"{', '.join(own[:3])}{more}: the step is captured anew, under the same plan"
+
+
+def _enough(most: int) -> str:
+    return (
+        f"Inductor has compiled max_programs={most} shapes of batches; new ones run as FX code; "
+        "pad lengths to a multiple to have fewer shapes"
+    )
 
 
 def _training_key(batch: Batch) -> Hashable:

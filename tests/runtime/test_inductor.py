@@ -250,6 +250,33 @@ def test_a_plan_for_gpus_runs_uncompiled_on_a_cpu(made_up: MadeUp) -> None:
     assert found == {"compile": "off", "fusions": "auto", "zero": 3}
 
 
+def test_shapes_that_change_are_compiled_a_bounded_number_of_times(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    compiled: list[fx.GraphModule] = []
+
+    def counted(module: fx.GraphModule, inputs: Sequence[Tensor], settings: Any) -> Run:
+        compiled.append(module)
+        return plainly(module, inputs, settings)
+
+    monkeypatch.setattr(inductor, "compile_graph", counted)
+    plain = Classifier().double()
+    planned = copy.deepcopy(plain)
+    graphaccel.optimize(planned, devices=1, compile="inductor", max_programs=2)
+    x, y = small_batch()
+    counts = []
+    for rows in (4, 5, 6, 7, 4):
+        batch = x.double()[:1].repeat(rows, 1), y[:1].repeat(rows)
+        planned(*batch).backward()
+        plain(*batch).backward()
+        counts.append(len(compiled))
+    assert 0 < counts[0] < counts[1]
+    assert counts[1:] == counts[1:2] * 4
+    assert capfd.readouterr().err.count("compiled max_programs=2 shapes") == 1
+    for a, b in zip(plain.parameters(), planned.parameters(), strict=True):
+        torch.testing.assert_close(b.grad, a.grad, rtol=1e-12, atol=1e-14)
+
+
 @pytest.mark.slow
 def test_a_gpt_by_inductor_trains_as_in_eager_mode() -> None:
     """The only test that compiles: forward and backward of one layer, in float64."""
