@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import graphaccel
 from graphaccel.integrations.transformers import Trainer
-from tests.integrations.test_trainer import PLANS, WORDS, Lines, apart, arguments
+from tests.integrations.test_trainer import PLANS, WORDS, Lines, apart, arguments, gpt2
 from tests.support.pool import Pool
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.filterwarnings("ignore")]
@@ -145,3 +145,23 @@ def test_trainer_saves_and_resumes_adapters(pool: Pool, name: str, tmp_path: Pat
         assert apart(expected[2:], again[-2:]) < CLOSE
         assert ADAPTERS in files
         assert "model.safetensors" not in files
+
+
+def test_a_parameter_that_the_forward_makes_for_itself() -> None:
+    """DoRA of a transposed layer reads `nn.Parameter(weight.T)`: gradients end there."""
+    kept = []
+    for planned in (False, True):
+        dora = LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, use_dora=True)
+        model = get_peft_model(gpt2(), dora).double()
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.ones_(parameter)
+        optimizer = torch.optim.AdamW(trained(model), lr=0.05)
+        if planned:
+            graphaccel.optimize(model, optimizer, devices=1)
+        kept.append((steps(model, optimizer), [p.detach().clone() for p in trained(model)]))
+    (losses, weights), (found, others) = kept
+    assert abs(losses[0] - losses[-1]) > 1e-4
+    assert found == pytest.approx(losses, abs=CLOSE)
+    for weight, other in zip(weights, others, strict=True):
+        assert (weight - other).abs().max() < CLOSE

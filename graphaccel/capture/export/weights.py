@@ -46,9 +46,18 @@ class Weights:
         if id(tensor) in self._names:
             return
         of = self._memory.get(memory_of(tensor), "")
-        built_here = isinstance(tensor, FakeTensor) and not isinstance(tensor, nn.Parameter)
-        if of or (tensor.requires_grad and not built_here):
+        if of or (tensor.requires_grad and not self._is_built_here(tensor)):
             raise Unregistered(tensor, of)
+
+    def _is_built_here(self, tensor: torch.Tensor) -> bool:
+        """Whether the forward makes a tensor for itself alone: a result, or `nn.Parameter(w.T)`,
+        whose gradient nobody gets, in eager code either."""
+        if not isinstance(tensor, FakeTensor):
+            return False
+        if not isinstance(tensor, nn.Parameter):
+            return True
+        held = (*nn.Module.parameters(self._model), *(h.value for h in held_by_module(self._model)))
+        return all(value is not tensor for value in held)
 
     def join(self, program: Any) -> None:
         """In an exported program that is not functional yet, in place: readers of a constant that
