@@ -307,7 +307,7 @@ class Handle:
         batch = whole.batch
         random = program is not None and (program.random or program.shared_draws)
         state = run.compiler.captures.state_digest(batch, trained=trained)
-        leaves = run.agreement.check(TRAIN, batch, random=random, state=state)
+        leaves = run.agreement.check(TRAIN, batch, random=random, state=state, trained=trained)
         if run.agreement.steps == 1 and self._whole():
             refuse_other_weights(run.model, run.settings.devices)
         if self._prepared is None:

@@ -107,8 +107,8 @@ class BatchesDiffer(GraphAccelError):
 
     ranks: those that differ from rank 0. what: "values" or "inputs" of the batch, "parts" of it
     that ranks give or the "rest" that they share, the "call" they make, "state" that the forward
-    reads, "optimizer" or "random". expected, got: what rank 0 and the first of `ranks` do, in
-    words.
+    reads, "trained" parameters, "optimizer" or "random". expected, got: what rank 0 and the first
+    of `ranks` do, in words.
     """
 
     code = "GA404"
@@ -167,6 +167,11 @@ _DIFFERENCES = {
         "values that the model's forward reads differ on {} from rank 0's",
         _SAME_CALLS,
         ("change the model's attributes on every rank, not below `if rank == 0`",),
+    ),
+    "trained": (
+        "other parameters require a gradient on {} than on rank 0",
+        _SAME_CALLS,
+        ("freeze and unfreeze on every rank, not below `if rank == 0`",),
     ),
     "optimizer": (
         "the optimizer of {} differs from rank 0's, in its settings or in how often it stepped",

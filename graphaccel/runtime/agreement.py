@@ -2,9 +2,10 @@
 
 Before a step starts the ranks exchange a few numbers over a gloo group of their own: which call of
 the model this is, the batch's structure and values, the random generator's state, the optimizer's
-settings and the state that the script's forward reads. Nothing has been compiled or sent by then,
-so all ranks detect a difference, in shapes too, and raise the same error instead of waiting for
-each other. Values on a GPU are compared one step later, so that no step waits for the device.
+settings, which parameters are trained and the state that the script's forward reads. Nothing has
+been compiled or sent by then, so all ranks detect a difference, in shapes too, and raise the same
+error instead of waiting for each other. Values on a GPU are compared one step later, so that no
+step waits for the device.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class _Seen:
     inputs: int = 0
     before: int = 0
     values: int = 0
+    trained: int = 0
     state: int = 0
     optimizer: int = 0
     random: int = 0
@@ -60,6 +62,7 @@ class Agreement:
         self._group = dist.new_group(backend="gloo", timeout=timeout) if ranks > 1 else None
         self._pending: tuple[torch.Tensor, Any] | None = None
         self._inputs: dict[tuple[Any, ...], int] = {}
+        self._trained: tuple[frozenset[str], int] = (frozenset(), 0)
         self.steps = 0
 
     def count_optimizer_steps(self) -> None:
@@ -78,11 +81,13 @@ class Agreement:
         values: bool = True,
         state: str = "",
         random: bool = False,
+        trained: frozenset[str] | None = None,
     ) -> Sequence[Any]:
         """The leaves of the batch, once every rank is known to make the same call.
 
         call: one of the names above. values: whether the batch's values matter. state: what else
         the step depends on, as a text or a digest. random: whether it draws from torch's generator.
+        trained: the names of the parameters that require a gradient, where they are known.
 
         Large leaves on the host are returned on this rank's GPU, where their digest is computed.
 
@@ -103,6 +108,7 @@ class Agreement:
             inputs=0 if batch is None else self._signature(batch),
             before=self._earlier(),
             values=digest.of_host(host),
+            trained=self._names(trained or frozenset()),
             state=digest.of_text(state),
             optimizer=self._settings(),
             random=digest.of_host([torch.random.get_rng_state()]) if random else 0,
@@ -150,6 +156,12 @@ class Agreement:
             text = re.sub(r" at 0x[0-9a-f]+", "", repr((signature, batch.names)))
             self._inputs[signature] = digest.of_text(text)
         return self._inputs[signature]
+
+    def _names(self, trained: frozenset[str]) -> int:
+        """Digest of names, which are those of the step before almost always."""
+        if trained != self._trained[0]:
+            self._trained = trained, digest.of_text(" ".join(sorted(trained)))
+        return self._trained[1]
 
     def _earlier(self) -> int:
         """The digest of the previous step's values, if they were on a GPU: available by now."""

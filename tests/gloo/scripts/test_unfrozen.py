@@ -8,11 +8,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
 import graphaccel
 from graphaccel.dispatch import steps
+from graphaccel.errors import BatchesDiffer
 from tests.gloo.scripts.test_semantics import furthest as furthest_state
 from tests.support.captures import captures_of
 from tests.support.pool import Pool
@@ -225,3 +227,28 @@ def test_what_is_reported(pool: Pool) -> None:
     again = "the step is captured anew, under the same plan"
     assert said.startswith(f"unfrozen {named}: {again}, ")
     assert said.endswith("GiB predicted"), "with what the allocator keeps"
+
+
+def _on_one_rank(frozen: bool, pins: dict[str, Any]) -> str:
+    """The second rank alone freezes, or unfreezes."""
+    torch.manual_seed(0)
+    model = Deep().double()
+    model.layers.requires_grad_(frozen)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    graphaccel.optimize(model, optimizer, **pins)
+    model(*_batch(0)).backward()
+    if dist.get_rank() == 1:
+        model.layers.requires_grad_(not frozen)
+    with pytest.raises(BatchesDiffer) as caught:
+        model(*_batch(1))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_on_one_rank_alone(pool: Pool, frozen: bool) -> None:
+    said = """\
+error[GA404]: at step 1 other parameters require a gradient on rank 1 than on rank 0
+  why:  every rank runs the same script and makes the same calls in the same order
+  help: freeze and unfreeze on every rank, not below `if rank == 0`
+  explain: graphaccel explain GA404"""
+    assert pool.run(2, _on_one_rank, frozen, PLANS["data"]) == [said, said]
