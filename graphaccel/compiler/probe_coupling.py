@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphaccel.compiler.probe_optimizer import copy_of
+from graphaccel.runtime.parameters.optimizer_copy import copy_of, inner_optimizer
 from graphaccel.runtime.parameters.whole_matrices import StateKeys
 
 Optimizer = torch.optim.Optimizer
@@ -38,6 +38,8 @@ class Coupling:
 
 def coupling_of(optimizer: Optimizer) -> Coupling:
     """The coupling of an optimizer's parameters; it and the random state are left as they are."""
+    if inner := inner_optimizer(optimizer):  # a copy would step it
+        return Coupling(unknown=f"it steps another optimizer, `{inner}`")
     full: set[tuple[int, str]] = set()
     for settings, like in _kinds(optimizer):
         drawn = torch.get_rng_state()

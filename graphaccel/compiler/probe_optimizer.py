@@ -8,7 +8,6 @@ rest of c for the one before it.
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +16,11 @@ from torch import nn
 
 from graphaccel.planner.estimate.optimizer_memory import OptimizerMemory
 from graphaccel.runtime.meter import PeakMeter
+from graphaccel.runtime.parameters.optimizer_copy import copy_of
 
 Optimizer = torch.optim.Optimizer
 _SIDE = 256
 _SIZE = 4 * _SIDE * _SIDE
-_HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
 _UNKNOWN = OptimizerMemory(together=1.0)
 
 
@@ -95,14 +94,3 @@ def _step(optimizer: Optimizer, settings: dict[str, Any], count: int) -> tuple[i
         built.step()
         most = max(most, meter.peak - meter.current)
     return state, most
-
-
-def copy_of(optimizer: Optimizer, group: dict[str, Any]) -> Optimizer:
-    """A copy with one group and no state, which shares nothing mutable with the optimizer."""
-    kind = type(optimizer)
-    built = kind.__new__(kind)
-    vars(built).update({k: v for k, v in vars(optimizer).items() if k != "step"})
-    built.param_groups, built.state = [group], defaultdict(dict)
-    for name in _HOOKS:
-        setattr(built, name, OrderedDict())
-    return built

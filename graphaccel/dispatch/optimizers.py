@@ -12,6 +12,7 @@ from graphaccel.compiler.compiler import Planned
 from graphaccel.compiler.probe_coupling import coupling_of
 from graphaccel.dispatch.updates import shards_later
 from graphaccel.errors import NotElementwise
+from graphaccel.runtime.parameters.optimizer_copy import inner_optimizer
 from graphaccel.runtime.parameters.sharded_optimizer import is_elementwise
 from graphaccel.runtime.parameters.whole_matrices import StateKeys
 
@@ -23,10 +24,13 @@ def keeping_parameters_whole(
     optimizer: torch.optim.Optimizer | None, pins: Mapping[str, Any], devices: int
 ) -> dict[str, Any]:
     """The pins, with those that leave every process the whole model where the optimizer computes
-    with all parameters at once: no other plan could be stepped."""
-    if optimizer is None or devices == 1 or is_elementwise(optimizer):
+    with all parameters at once, or steps another one: no other plan could be stepped."""
+    if optimizer is None or devices == 1:
         return dict(pins)
-    if _needs_closure(optimizer) or coupling_of(optimizer).dependent:
+    if is_elementwise(optimizer) and not inner_optimizer(optimizer):
+        return dict(pins)
+    single = _needs_closure(optimizer) or inner_optimizer(optimizer) != ""
+    if single or coupling_of(optimizer).dependent:
         return {"pipeline": 1, "tensor": 1, **pins}
     return dict(pins)
 
@@ -35,10 +39,15 @@ def state_keys(optimizer: torch.optim.Optimizer, planned: Planned) -> StateKeys 
     """None for an elementwise optimizer, or one whose state is whole; else the keys of the state
     that has the shape of its parameter.
 
-    Raises NotElementwise (GA211) for an optimizer that couples parameters on several devices.
+    Raises NotElementwise (GA211) for an optimizer that couples parameters on several devices, and
+    for one that steps another one's.
     """
     plan, program = planned.plan, planned.program
     sharded = bool(program.owned or program.parameter_shards) or shards_later(planned)
+    inner = inner_optimizer(optimizer)
+    if inner and (sharded or "optimizer" in plan.offload):
+        reason = f"it calls the step of another optimizer, whose state stays behind: `{inner}`"
+        raise NotElementwise(optimizer=type(optimizer).__name__, reason=reason, inner=inner)
     if is_elementwise(optimizer) or not (sharded or plan.pipeline > 1):
         return None
     known = coupling_of(optimizer)

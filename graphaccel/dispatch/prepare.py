@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from graphaccel.arguments import FIRST_STEP
 from graphaccel.capture.batch import Batch
 from graphaccel.compiler.compiler import Planned
 from graphaccel.compiler.input_checks import check_indices, check_positions
@@ -69,7 +70,10 @@ def prepare(
     meshes = stage_meshes(session, later=shards_later(chosen))
     clip = run.settings.clip_norm
     hooks = run.hooks
-    updates = register_updates(run.model, optimizer, hooks, chosen, session, clip, meshes, keys)
+    compare = run.settings.check == FIRST_STEP
+    updates = register_updates(
+        run.model, optimizer, hooks, chosen, session, clip, meshes, keys, compare=compare
+    )
     buffers = {spec.name for spec in chosen.step.inputs if spec.kind == "buffer"}
     registered = Registered.of(run.model, buffers)
     prepared = Prepared(chosen, session, memory, meshes, updates, registered, dtypes_of(batch))

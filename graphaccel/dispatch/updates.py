@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed import DeviceMesh
 
 from graphaccel.compiler.compiler import Planned
+from graphaccel.dispatch.first_update import first_update
 from graphaccel.runtime.parameters.all_gradients import AllGradients
 from graphaccel.runtime.parameters.host import HostCopies
 from graphaccel.runtime.parameters.optimizer_step import OptimizerStep
@@ -58,11 +59,14 @@ def register_updates(
     clip_norm: float | None,
     meshes: Mapping[int, DeviceMesh],
     keys: StateKeys | None = None,
+    *,
+    compare: bool = False,
 ) -> Updates:
     """Add to the optimizer's hooks, those that must see gradients first. The session's memory is
     laid out already.
 
     keys: of state with the shape of its parameter, for an optimizer that steps whole parameters.
+    compare: the first update with that of one device.
     """
     on_host = "optimizer" in planned.plan.offload
     host = HostCopies(session.mesh.device) if on_host and not session.away else None
@@ -77,6 +81,12 @@ def register_updates(
         hooks.add(gradients.clip_all)
     if session.mesh.pipeline > 1:
         hooks.add(_without_remote_gradients)
+    first, layouts = None, session.states if host is None else session.step_layouts()
+    if compare and (layouts or step is not None or session.mesh.pipeline > 1):
+        clipping, on_host = None if step is None else gradients, host is not None
+        first = first_update(model, optimizer, session, keys, layouts, clipping, on_host=on_host)
+    if first is not None:
+        hooks.add(first.before)
     shards, state = None, None
     later = shards_later(planned)
     if session.states or later or host is not None:
@@ -87,6 +97,8 @@ def register_updates(
             shards = WholeMatrixOptimizer(optimizer, hooks, keys)
     if session.states or later:
         state = OptimizerState(optimizer, meshes)
+    if first is not None:
+        optimizer.register_step_post_hook(first.after)  # behind those that put shards back
     if step is not None:
         hooks.add_after_closures(step.in_closure)
         step.start()

@@ -13,6 +13,7 @@ from graphaccel.errors.capture import (
     RuleWrong,
     TensorBranch,
     UnregisteredWeight,
+    UpdateDiffers,
 )
 from graphaccel.errors.catalogue import BadCluster, UnknownDevice
 from graphaccel.errors.checkpoint import (
@@ -138,6 +139,7 @@ __all__ = [
     "UnknownFusion",
     "UnregisteredWeight",
     "Unsupported",
+    "UpdateDiffers",
     "WrappedModel",
     "error_classes",
 ]

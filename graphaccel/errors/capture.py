@@ -233,6 +233,34 @@ class PlanDiffers(GraphAccelError):
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
+class UpdateDiffers(GraphAccelError):
+    """The optimizer does not make of shards what it makes of whole parameters. values: what
+    differs, a sentence each. declared: whether the script said that it does. location: of the
+    step."""
+
+    code = "GA110"
+    optimizer: str
+    values: tuple[str, ...]
+    declared: bool = False
+    location: Location | None = None
+
+    def message(self) -> Message:
+        lines = (
+            "keep parameters and optimizer state whole:  zero=0, tensor=1, pipeline=1",
+            "the weights have had this update: start anew, or from a checkpoint",
+        )
+        if self.declared:
+            lines = (f"leave out:  {self.optimizer}.graphaccel_elementwise = True", *lines)
+        return Message(
+            f"the first update of {self.optimizer} under the plan is not that of one device",
+            self.location,
+            details=self.values,
+            why="a copy of it that stepped the same parameters whole changes them otherwise",
+            help=lines,
+        )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
 class MissingRule(GraphAccelError):
     """Ops without a sharding rule. ops: (op, shape, module, location, uses), most costly first.
     form: arguments of `sharding_rule` that give the first one a rule."""

@@ -339,16 +339,22 @@ class ConflictingPins(GraphAccelError):
 @dataclass(kw_only=True, eq=False, repr=False)
 class NotElementwise(GraphAccelError):
     """An optimizer cannot work on parameters that are spread over devices. reason: what its step
-    needs. own: it is not torch's, and may be declared to be elementwise."""
+    needs. own: it is not torch's, and may be declared to be elementwise. inner: its attribute that
+    is the optimizer it steps."""
 
     code = "GA211"
     optimizer: str
     reason: str
     own: bool = False
+    inner: str = ""
 
     def message(self) -> Message:
         declared = (
             f"if it treats every number by itself:  {self.optimizer}.graphaccel_elementwise = True",
+        )
+        around = (
+            "or optimize the other one, and step this one around it:  "
+            f"graphaccel.optimize(model, optimizer.{self.inner})",
         )
         return Message(
             f"{self.optimizer} does not work on parameters that are spread over devices",
@@ -356,6 +362,7 @@ class NotElementwise(GraphAccelError):
             help=(
                 "keep parameters and optimizer state whole:  zero=0, tensor=1, pipeline=1",
                 *(declared if self.own else ()),
+                *(around if self.inner else ()),
             ),
         )
 

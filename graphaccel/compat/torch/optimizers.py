@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+_BEFORE, _AFTER = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
 
 
 def is_initialised(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the constructor of `torch.optim.Optimizer` ran, which makes its hooks."""
-    return hasattr(optimizer, "_optimizer_step_pre_hooks")
+    return hasattr(optimizer, _BEFORE)
+
+
+def drop_step_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Give an optimizer, a copy of another one, no hooks of steps."""
+    for name in (_BEFORE, _AFTER):
+        setattr(optimizer, name, OrderedDict())
+
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
+    """All that runs before and after each step of an optimizer, that of all optimizers included."""
+    known: Any = (
+        getattr(optimizer, _BEFORE),
+        getattr(optimizer, _AFTER),
+        _global_optimizer_pre_hooks,
+        _global_optimizer_post_hooks,
+    )
+    return [hook for some in known for hook in some.values()]
 
 
 def fused_adam(

@@ -25,6 +25,7 @@ from graphaccel.runtime.parameters.host import HostCopies
 from graphaccel.runtime.parameters.layout import ShardLayout
 from graphaccel.runtime.parameters.sharded import ShardTensor
 from graphaccel.runtime.parameters.step_hooks import StepHooks, closure_of
+from graphaccel.runtime.parameters.strides import Strides
 
 Optimizer = torch.optim.Optimizer
 
@@ -60,6 +61,7 @@ class ShardedOptimizer:
         self._bucket_bytes, self._host = bucket_bytes, host
         self._stepped: dict[int, nn.Parameter] = {}
         self._swapped: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self._strides = Strides()
         hooks.add(self._before)
         optimizer.register_step_post_hook(self._after)
 
@@ -77,7 +79,7 @@ class ShardedOptimizer:
                 + ("sharded" if self._host is None else "on the host"),
                 help_line="call the closure first, then optimizer.step()",
             )
-        views = _reads_strides(optimizer)
+        views = self._strides.read_by(optimizer)
         for group in optimizer.param_groups:
             group["params"] = [self._local_parameter(p, optimizer, views) for p in group["params"]]
         if self._host is not None:
@@ -91,8 +93,8 @@ class ShardedOptimizer:
         on_host = self._host is not None and gradient is not None
         if layout is None or not (layout.splits or on_host):
             return parameter
-        local = _local(parameter, layout)
-        own = None if gradient is None else _local(gradient, layout)
+        local = local_part(parameter, layout)
+        own = None if gradient is None else local_part(gradient, layout)
         if not views:  # what it writes is copied back behind the step
             local, own = local.contiguous(), None if own is None else own.contiguous()
         if self._host is not None and own is not None:
@@ -133,7 +135,7 @@ class ShardedOptimizer:
             if layout.padded and (rest := _rest(parameter, layout)).padded:  # stepped apart
                 rest.here(_held(parameter)).copy_(rest.real(stepped.detach()), non_blocking=True)
                 self._stepped.pop(id(parameter), None)
-            elif stepped.data_ptr() != (local := _local(parameter, layout)).data_ptr():
+            elif stepped.data_ptr() != (local := local_part(parameter, layout)).data_ptr():
                 local.copy_(stepped.detach(), non_blocking=True)  # its memory was replaced
             if stepped.grad is not None and _is_full(parameter, layout):
                 to_gather.append(parameter)
@@ -148,7 +150,7 @@ class ShardedOptimizer:
             layout = self.layouts[id(bucket[0])]
             mesh, axis = layout.mesh, layout.splits[-1].axis
             place = mesh.coordinate(axis)
-            pieces = [_local(p, self.layouts[id(p)]).reshape(-1) for p in bucket]
+            pieces = [local_part(p, self.layouts[id(p)]).reshape(-1) for p in bucket]
             rows = pieces[0].new_empty(mesh.size(axis), sum(piece.numel() for piece in pieces))
             torch.cat(pieces, out=rows[place])
             costs = gather_rows(rows, place, mesh.ranks(axis), mesh.group(axis))
@@ -193,19 +195,12 @@ class ShardedOptimizer:
         return buckets
 
 
-def _reads_strides(optimizer: Optimizer) -> bool:
-    """Whether an optimizer may step a shard that is a part of each row: torch's own do. Fused ones
-    take the memory from its start on, as one range, and what others call is not known."""
-    fused = any(group.get("fused") for group in optimizer.param_groups)
-    return type(optimizer).__module__.startswith("torch.optim.") and not fused
-
-
 def _held(parameter: torch.Tensor) -> torch.Tensor:
     """This rank's part of a parameter: all of it, or the shard over other axes."""
     return parameter.local if isinstance(parameter, ShardTensor) else parameter.detach()
 
 
-def _local(tensor: torch.Tensor, layout: ShardLayout) -> torch.Tensor:
+def local_part(tensor: torch.Tensor, layout: ShardLayout) -> torch.Tensor:
     """This rank's shard of a tensor that is full, or already sharded over some of the axes."""
     held = _held(tensor)
     if held.shape == layout.local_shape and isinstance(tensor, ShardTensor):

@@ -112,6 +112,25 @@ error[GA109]: the first step under the plan does not give what one device gives:
   explain: graphaccel explain GA109""",
     ),
     (
+        errors.UpdateDiffers(
+            optimizer="LARS",
+            values=("the new value of `a.weight` is off by 2.2e-01",),
+            declared=True,
+            location=errors.Location("train.py", 9, "    optimizer.step()"),
+        ),
+        """\
+error[GA110]: the first update of LARS under the plan is not that of one device
+  --> train.py:9
+    9 |     optimizer.step()
+      |     ^^^^^^^^^^^^^^^^
+  the new value of `a.weight` is off by 2.2e-01
+  why:  a copy of it that stepped the same parameters whole changes them otherwise
+  help: leave out:  LARS.graphaccel_elementwise = True
+  help: keep parameters and optimizer state whole:  zero=0, tensor=1, pipeline=1
+  help: the weights have had this update: start anew, or from a checkpoint
+  explain: graphaccel explain GA110""",
+    ),
+    (
         errors.PlanDiffers(
             plan="data 2 · float16",
             values=("loss: infinite or NaN in float16, finite in float32",),

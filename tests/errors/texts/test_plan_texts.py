@@ -168,6 +168,17 @@ error[GA211]: Prodigy does not work on parameters that are spread over devices
   explain: graphaccel explain GA211""",
     ),
     (
+        errors.NotElementwise(
+            optimizer="Lookahead", reason="it steps another optimizer", inner="base_optimizer"
+        ),
+        """\
+error[GA211]: Lookahead does not work on parameters that are spread over devices
+  why:  the step must be that of one device, and it steps another optimizer
+  help: keep parameters and optimizer state whole:  zero=0, tensor=1, pipeline=1
+  help: or optimize the other one, and step this one around it:  graphaccel.optimize(model, optimizer.base_optimizer)
+  explain: graphaccel explain GA211""",
+    ),
+    (
         errors.NotElementwise(optimizer="LBFGS", reason="its step computes the loss anew"),
         """\
 error[GA211]: LBFGS does not work on parameters that are spread over devices
