@@ -46,6 +46,21 @@ def test_what_is_recomputed_on_purpose_stays() -> None:
     assert "%sub_1: f64[4,3]" in text_of_graph(merge_equal(graph, Plan(1), {}))
 
 
+def test_views_of_parameters_stay() -> None:
+    """A saved view would keep a parameter that is copied from the host for each phase."""
+    text = """\
+%w: f64[4,3] = input
+%x: f64[5,3] = input
+%t: f64[3,4] = aten.t(%w)    # forward
+%mm: f64[5,4] = aten.mm(%x, %t)    # forward
+%t_1: f64[3,4] = aten.t(%w)    # backward
+%t_2: f64[4,3] = aten.t(%t_1)    # backward
+%mm_1: f64[5,3] = aten.mm(%mm, %t_2)    # backward
+return (%mm, %mm_1)
+"""
+    assert text_of_graph(merge_equal(joint(text), Plan(1), {})) == text
+
+
 def test_stages_share_nothing() -> None:
     graph, places = joint(BEFORE), {"before": 0, "after": 1}
     for node in graph.graph.nodes:

@@ -7,7 +7,8 @@ before                                              after
 
 A decomposed norm computes its normalized input in the forward, and again in the backward. As one
 value it can be what is saved, in place of the operands. What a pass recomputes on purpose stays,
-and so do draws, messages, results, and what two stages compute.
+and so do draws, messages, results, what two stages compute, and views of parameters and inputs,
+which take no memory while one that is saved keeps a parameter from the host on the device.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ def _results(graph: fx.GraphModule) -> set[fx.Node]:
 
 def _is_plain(node: fx.Node) -> bool:
     if node.meta.get("made_by") in _ON_PURPOSE or node.meta.get("head"):
+        return False
+    if is_view(node) and all(n.op == "placeholder" for n in node.all_input_nodes):
         return False
     return not (is_random(node) or is_message(node.target) or written_arguments(node))
 
