@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from graphaccel.api import start_ranks
 from graphaccel.arguments import read_plan
 from graphaccel.errors import GraphMisuse
+from graphaccel.runtime.parameters.remote import RemoteTensor
 
 
 def started(settings: Mapping[str, Any]) -> tuple[dict[str, Any], torch.device]:
@@ -45,6 +47,20 @@ def with_precision(
             help_line=f"leave one out, or pin the same:  {pin.format(asked)}",
         )
     return {**settings, "precision": asked} if asked else dict(settings)
+
+
+def norm_everywhere(norm: Any, model: nn.Module) -> Any:
+    """The norm of all gradients on a rank of a pipeline that has none of the trained parameters: as
+    those have it that do. A collective there."""
+    session = getattr(getattr(model, "graphaccel", None), "session", None)
+    if session is None or session.mesh.pipeline == 1:
+        return norm
+    trained = {session.owner(n) for n, p in model.named_parameters() if p.requires_grad}
+    if len(trained) == session.mesh.pipeline:
+        return norm
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, None if isinstance(norm, RemoteTensor) else float(norm))
+    return torch.tensor(next(known for known in every if known is not None))
 
 
 def wait_for_all() -> None:

@@ -24,7 +24,7 @@ from graphaccel.checkpoint.load import load
 from graphaccel.checkpoint.save import save
 from graphaccel.errors import GraphMisuse
 from graphaccel.integrations.one_process import counted, read_everywhere, start
-from graphaccel.integrations.settings import wait_for_all
+from graphaccel.integrations.settings import norm_everywhere, wait_for_all
 from graphaccel.integrations.training_arguments import pins_of
 
 _OVERRIDDEN = ("_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler", "_save_rng_state")
@@ -80,6 +80,9 @@ class PlannedSteps(_Trainer):
             vars(self.model)["_is_accelerate_prepared"] = True  # neither wrapped nor cast
             optimize(self.model, optimizer, **self._settings)
         return optimizer
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        return norm_everywhere(super()._get_grad_norm(model, grad_norm), self.model)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the whole model from the first rank. Called by every rank; it is there when they

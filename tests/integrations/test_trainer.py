@@ -40,6 +40,14 @@ class Lines(torch.utils.data.Dataset):
         return {"input_ids": self.ids[row], "labels": self.ids[row]}
 
 
+def last_layer() -> GPT2LMHeadModel:
+    """Trains its last norm alone, in the last stage of a pipeline."""
+    model = gpt2()
+    model.transformer.requires_grad_(False)
+    model.transformer.ln_f.requires_grad_(True)
+    return model
+
+
 def gpt2(dropout: float = 0.0) -> GPT2LMHeadModel:
     torch.manual_seed(0)
     drops = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": 0.0}
@@ -84,7 +92,7 @@ def run(
     changed = more.pop("changed", {})
     transformers.utils.logging.disable_progress_bar()
     trainer = kind(
-        model=gpt2(dropout),
+        model=more.pop("model", None) or gpt2(dropout),
         args=arguments(folder, **changed),
         train_dataset=Lines(ROWS, seed=1),
         eval_dataset=Lines(21, seed=2),
@@ -152,3 +160,14 @@ def test_equal_to_the_plain_trainer(
         "config.json", "generation_config.json", "model.safetensors", "optimizer",
         "rng_state.pth", "scheduler.pt", "trainer_state.json", "training_args.bin",
     ]  # fmt: skip
+
+
+def _last_layer(folder: str) -> list[dict[str, Any]]:
+    return run(Trainer, folder, optimize=PLANS["pipeline"], model=last_layer())[0]
+
+
+def test_a_stage_that_trains_nothing(pool: Pool, tmp_path: Path) -> None:
+    """Its rank logs the norm of gradients that it has none of."""
+    history, _ = run(transformers.Trainer, f"{tmp_path}/plain", model=last_layer())
+    for found in pool.run(2, _last_layer, f"{tmp_path}/planned"):
+        assert apart(history, found) < 1e-6
