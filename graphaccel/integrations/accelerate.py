@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -94,6 +94,19 @@ class Accelerator(accelerate.Accelerator):
         """As `accelerate.Accelerator.prepare_data_loader`; each rank reads."""
         return counted(super().prepare_data_loader(*args, **kwargs))
 
+    def init_trackers(self, *args: Any, **kwargs: Any) -> None:
+        """As `accelerate.Accelerator.init_trackers`; the first rank alone has trackers."""
+        if self.is_main_process:
+            super().init_trackers(*args, **kwargs)
+
+    def on_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, which the first rank alone runs."""
+        return function if self.is_main_process else _nothing
+
+    def on_local_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, which the first rank of each machine alone runs."""
+        return function if self.is_local_main_process else _nothing
+
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """All weights of the model, on the CPU; tied weights share memory. Called by every rank."""
         full = OrderedDict(full_state_dict(model))
@@ -148,6 +161,10 @@ class Accelerator(accelerate.Accelerator):
             yield
         finally:
             self._optimizers = kept
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
 
 
 @contextmanager

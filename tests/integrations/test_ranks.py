@@ -11,6 +11,7 @@ import accelerate
 import pytest
 import torch
 import transformers
+from accelerate.tracking import GeneralTracker
 
 from graphaccel.integrations.accelerate import Accelerator
 from graphaccel.integrations.transformers import Trainer
@@ -96,6 +97,38 @@ def test_the_first_rank_goes_first_and_all_are_waited_for(pool: Pool, tmp_path: 
     assert [len(batch) for batch in rows] == [4, 2]
     assert rows == same
     assert (first, second) == ([False, False], [True, False])
+
+
+class _Kept(GeneralTracker):
+    """A tracker that keeps what it gets."""
+
+    name, requires_logging_directory = "kept", False
+
+    def __init__(self) -> None:
+        self.tracker: list[Any] = []
+        super().__init__()
+
+    def store_init_configuration(self, values: dict) -> None:
+        self.tracker.append(values)
+
+    def log(self, values: dict, step: int | None = None, **_: Any) -> None:
+        self.tracker.append((step, values))
+
+
+def _tracked() -> tuple[list[Any], list[str]]:
+    kept, ran = _Kept(), []
+    accelerator = Accelerator(optimize={"devices": 2}, log_with=kept)
+    accelerator.init_trackers("run", config={"rate": 0.1})
+    accelerator.log({"loss": 2.0}, step=1)
+    accelerator.get_tracker("kept").log({"loss": 1.0}, step=2)
+    accelerator.on_main_process(ran.append)("main")
+    accelerator.on_local_main_process(ran.append)("local")
+    return kept.tracker, ran
+
+
+def test_the_first_rank_alone_has_trackers(pool: Pool) -> None:
+    logged = [{"rate": 0.1}, (1, {"loss": 2.0}), (2, {"loss": 1.0})]
+    assert pool.run(2, _tracked, timeout_s=60) == [(logged, ["main", "local"]), ([], [])]
 
 
 def _written(folder: str) -> bool:
