@@ -10,9 +10,10 @@ min-cut, and Inductor for an H200. "graphaccel" is the program of our plan for o
 run there: pieces by Inductor, the other calls and what is inside fused ops call by call.
 
 Counted are forward and backward: launches, and bytes of all but matmuls, every tensor that
-a launch reads or writes once for reading and once for writing (`benchmarks.shared.launches`). Host
-time is processor time of a training step at toy sizes on this CPU, of FX code, beside eager's. No
-figure is a time on a GPU. GPUs are pretended: an H200's properties, no kernels
+a launch reads or writes once for reading and once for writing (`benchmarks.shared.launches`);
+attention is torch's GPU kernels on both sides, and what is expanded counts once. Host time is
+processor time of a training step at toy sizes on this CPU, of FX code, beside eager's. No figure is
+a time on a GPU. GPUs are pretended: an H200's properties, no kernels
 (`benchmarks.shared.pretend_gpu`).
 """
 
