@@ -297,7 +297,7 @@ class Handle:
         """The plan's precision, or the one that a plan will have."""
         plan = self.plan or self.compiler.given
         pinned = self.compiler.pins.get("precision") or "fp32"
-        return PRECISIONS[pinned] if plan is None else plan.precision
+        return PRECISIONS.get(pinned, Precision()) if plan is None else plan.precision
 
     def _train(self, batch: Batch) -> Any:
         run = self._run

@@ -18,6 +18,7 @@ from graphaccel.capture.batch import Batch, resized
 from graphaccel.capture.batch_dims import assignments
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH
+from graphaccel.compiler.auto_precision import AUTO, best_precision
 from graphaccel.compiler.captures import Captures
 from graphaccel.compiler.given_plan import check_batch, check_given_plan
 from graphaccel.compiler.model import Model
@@ -150,11 +151,33 @@ class Compiler:
             step, sizes = self.capture(batch)
             cluster = self.cluster_for(step, sizes)
             given = given or self.given
+            if given is None and self.pins.get("precision") == AUTO:
+                return self._in_best_precision(batch, record)
             if given is None:
                 return self._search(step, batch, sizes, record)
             check_given_plan(given, self.path, step, sizes, cluster)
             plan, program = self.refine(step, given, batch, sizes, given=given)
             return Planned(step, plan, program, cluster)
+
+    def _in_best_precision(self, batch: Batch, record: Record | None) -> Planned:
+        """The fastest of the plans in each precision that the devices run faster."""
+        found: dict[str, tuple[Planned, Record]] = {}
+
+        def plan_in(name: str) -> Plan:
+            other = self.with_pins({**self.pins, "precision": name})
+            if not self.cluster.steps:  # otherwise the rates depend on the precision
+                other._layouts = self._layouts
+            own = Record(watch=None if record is None else record.watch)
+            found[name] = other.choose(batch, own), own
+            return found[name][0].plan
+
+        name, note = best_precision(self.cluster.device, plan_in)
+        planned, own = found[name]
+        if record is not None:
+            vars(record).update(vars(own))
+        plan = planned.plan
+        pinned = tuple(pin for pin in plan.pinned if pin != "precision")
+        return replace(planned, plan=replace(plan, pinned=pinned, notes=(note, *plan.notes)))
 
     def _search(
         self, step: StepGraph, batch: Batch, sizes: Mapping, record: Record | None

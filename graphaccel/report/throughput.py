@@ -57,7 +57,8 @@ def precision_line(plan: Plan, throughput: Throughput) -> str:
         low = plan.precision.stream != "float32"
         kept = "parameters cast to it for every reader" if low else "other ops in float32"
         kept = "every op" if plan.precision.compute == "float32" else f"matmuls; {kept}"
-        return f"precision {throughput.dtype}, as pinned ({kept})"
+        why = "as pinned" if "precision" in plan.pinned else "the fastest of --precision auto"
+        return f"precision {throughput.dtype}, {why} ({kept})"
     said = f"precision {throughput.given} as your script has it"
     if throughput.faster is None:
         return said

@@ -10,6 +10,7 @@ import pytest
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH, SEQUENCE
 from graphaccel.planner.cluster.cluster import Cluster
+from graphaccel.planner.plan.base_plan import PRECISIONS
 from graphaccel.planner.plan.prediction import Alternative
 from graphaccel.planner.profile.cost import Sizes, step_flops
 from graphaccel.planner.search.search import Conditions, search
@@ -75,6 +76,8 @@ def test_the_precision_is_said(captured: Captured, made_up: MadeUp) -> None:
     )
     pinned = replace(plan, pinned=("precision",))
     assert precision_line(pinned, told) == "precision float32, as pinned (every op)"
+    auto = precision_line(replace(plan, precision=PRECISIONS["bf16"]), told)
+    assert "the fastest of --precision auto" in auto
 
 
 @pytest.mark.parametrize(

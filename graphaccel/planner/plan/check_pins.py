@@ -109,7 +109,7 @@ def _check_casts(pins: Pins, has_loss: bool) -> None:
     if not pins.cast_once:
         return
     reason = None
-    if PRECISIONS[pins.precision or "fp32"].compute == "float32":
+    if pins.precision != "auto" and PRECISIONS[pins.precision or "fp32"].compute == "float32":
         reason = f"with precision={pins.precision or 'fp32'} no parameter is cast"
     elif pins.zero == 3:
         reason = (

@@ -31,7 +31,7 @@ class PinArguments(TypedDict, total=False):
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] | None
     cuts: Sequence[str] | None
     bucket_bytes: int | None
-    precision: Literal["fp32", "bf16", "bf16-params", "fp16", "tf32", "fp8"] | None
+    precision: Literal["fp32", "bf16", "bf16-params", "fp16", "tf32", "fp8", "auto"] | None
     compile: Literal["off", "auto", "inductor"] | None
     min_cut: bool | None
     cuda_graphs: bool | None

@@ -137,8 +137,9 @@ class Pins:
         "zero", "bytes", "size of the buckets in which gradients are reduced: 25MiB", metavar="SIZE"
     )
     precision: str | None = _pin(
-        "precision", "choice", "dtypes of matmuls, activations and parameters in the step",
-        choices=("fp32", "bf16", "bf16-params", "fp16", "tf32", "fp8"),
+        "precision", "choice", "dtypes of matmuls, activations and parameters in the step; auto: "
+        "the fastest of fp32, bf16 and bf16-params",
+        choices=("fp32", "bf16", "bf16-params", "fp16", "tf32", "fp8", "auto"),
         numerics="rounds matmuls (and what follows) to the named precision",
     )  # fmt: skip
     compile: str | None = _pin(
