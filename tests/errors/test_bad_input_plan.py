@@ -140,7 +140,7 @@ error[GA202]: {said} can not be planned
             "precision='int8'",
             "unknown",
             "use one of:  precision='fp32'  precision='bf16'  precision='bf16-params'  precision='fp16'  "
-            "precision='tf32'  precision='fp8'",
+            "precision='tf32'  precision='fp8'  precision='auto'",
         ),
         (
             {"precision": "fp8"},

@@ -27,6 +27,7 @@ from torch import fx
 from graphaccel.capture.export.export import GraphInput, GraphOutput
 from graphaccel.compat.torch.fakes import fake_mode_of
 from graphaccel.compat.torch.graphs import graph_module
+from graphaccel.errors import BadPin
 from graphaccel.ir.calls import arguments
 from graphaccel.ir.fakes import Fakes
 from graphaccel.ir.nodes import drop_dead, new_node
@@ -258,8 +259,11 @@ class _Sharding:
 
     def _experts(self, place: Shard, user: fx.Node) -> fx.Node:
         """The expert of every row of a placement, replicated."""
-        meta = self.emit.meta
-        experts = self._given(self.names[place.by], REPLICATED, user)
+        meta, chosen = self.emit.meta, self.names[place.by]
+        if source_of(chosen) not in self.converted:
+            reason = f"{user.name} would be sent to its experts before {chosen.name} chooses them"
+            raise BadPin(pin="expert", value=self.ranks, reason=reason)
+        experts = self._given(chosen, REPLICATED, user)
         self.emit.meta = meta
         return experts
 
