@@ -161,18 +161,18 @@ class Compiler:
 
     def _in_best_precision(self, batch: Batch, record: Record | None) -> Planned:
         """The fastest of the plans in each precision that the devices run faster."""
-        found: dict[str, tuple[Planned, Record]] = {}
+        planned_in: dict[str, tuple[Planned, Record]] = {}
 
         def plan_in(name: str) -> Plan:
             other = self.with_pins({**self.pins, "precision": name})
             if not self.cluster.steps:  # otherwise the rates depend on the precision
                 other._layouts = self._layouts
             own = Record(watch=None if record is None else record.watch)
-            found[name] = other.choose(batch, own), own
-            return found[name][0].plan
+            planned_in[name] = other.choose(batch, own), own
+            return planned_in[name][0].plan
 
         name, note = best_precision(self.cluster.device, plan_in)
-        planned, own = found[name]
+        planned, own = planned_in[name]
         if record is not None:
             vars(record).update(vars(own))
         plan = planned.plan

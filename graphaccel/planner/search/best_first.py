@@ -32,8 +32,9 @@ _FEW_KNOWN = 16  # the same, where the question is whether anything beats a plan
 _BLOCKS = 320_000  # divided by the square of the block count: solving and layouts cost by block
 _BUILT = 6  # layouts whose graphs are built at most; those with a tensor axis only always are
 _MORE = 4  # besides, for recipes and neighbours
-_BOUNDED = 6  # layouts whose graphs are built for their bounds alone, ...
-_PROVED = 0.9  # ... where these are below so much of the best time
+_BOUNDED = 4  # layouts whose graphs are built for their bounds alone, ...
+_PROVED = 0.9  # ... where these are below so much of the best time, ...
+_GAINED = 1.02  # ... and by so much below those of all layouts that are built
 _NEAR = 48  # candidates around the best that are solved at most
 # Of 460 candidates of Llama-3-405B on 1,024 to 16,384 devices none took less than 0.94 of the
 # estimate on its layout's own graph; on the graph of another layout estimates were too short, by 0
@@ -276,7 +277,9 @@ class _BestFirst:
         for _ in range(_BOUNDED):
             least = {x: min((o.low for o in own), default=math.inf) for x, own in rows.items()}
             first = min(least, key=lambda x: least[x], default=work.base_layout)
-            if work.bounds.built(first) or least[first] > _PROVED * work.limit:
+            known = min((least[x] for x in rows if work.bounds.built(x)), default=math.inf)
+            gain = min(known, work.limit) / least[first]
+            if gain < _GAINED or least[first] > _PROVED * work.limit:
                 break
             if work.bounds.build(first):
                 rows[first] = self._left(first)
