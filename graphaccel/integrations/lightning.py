@@ -11,6 +11,7 @@ only process. `training_step` calls the module (`self(batch)`), whose forward is
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,12 @@ class PlannedStrategy(SingleDeviceStrategy):
             folder = _beside(Path(filepath))
             step = int(checkpoint["global_step"])
             save(folder, self._module, self._optimizer, step=step, weights=False)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove the file, and the optimizer state beside it."""
+        super().remove_checkpoint(filepath)
+        if self.is_global_zero:
+            shutil.rmtree(_beside(Path(filepath)), ignore_errors=True)
 
 
 StrategyRegistry.register(

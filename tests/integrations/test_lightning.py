@@ -236,3 +236,11 @@ def test_a_training_step_around_the_forward_is_refused() -> None:
 def test_it_is_registered_by_name() -> None:
     trainer = lightning.Trainer(accelerator="cpu", devices=1, strategy="graphaccel", logger=False)
     assert type(trainer.strategy) is PlannedStrategy
+
+
+def test_a_checkpoint_is_removed_with_its_optimizer_state(tmp_path: Path) -> None:
+    file, beside = tmp_path / "last.ckpt", tmp_path / "last.ckpt.optimizer"
+    file.write_text("")
+    (beside / "step-00000001").mkdir(parents=True)
+    PlannedStrategy(devices=1).remove_checkpoint(file)
+    assert not [*tmp_path.iterdir()]
