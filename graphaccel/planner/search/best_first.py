@@ -274,7 +274,8 @@ class _BestFirst:
         """Record in the outcome how many candidates are left unsolved, and their lower bound."""
         work = self.work
         rows = {layout: self._left(layout) for layout in self.groups}
-        for _ in range(_BOUNDED):
+        experts = any(layout.expert > 1 for layout in self.groups)
+        for _ in range(0 if experts else _BOUNDED):  # graphs of mixtures take long to build
             least = {x: min((o.low for o in own), default=math.inf) for x, own in rows.items()}
             first = min(least, key=lambda x: least[x], default=work.base_layout)
             known = min((least[x] for x in rows if work.bounds.built(x)), default=math.inf)
