@@ -91,6 +91,8 @@ class OptimizerStep:
         if self._before_hook is not None:
             self._before_hook.remove()
         self._before_hook = self._optimizer.register_step_pre_hook(self._before)
+        # now: while torch runs those behind a step they can not be ordered
+        order_step_hooks(self._optimizer, self._before_hook.id, self._after_id)
 
     @torch.no_grad()
     def _before(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:

@@ -269,3 +269,26 @@ def test_an_optimizer_around_another_is_refused(pool: Pool, plan: str) -> None:
         assert text.startswith("error[GA211]: Around does not work on parameters that are spread")
         assert "graphaccel.optimize(model, optimizer.inner)" in text
     assert max(pool.run(2, _wrapped, PLANS[plan])) < 1e-12
+
+
+@captures_of("first update")
+def _by_closure(pins: Mapping[str, Any]) -> float:
+    """How far a step is off whose closure is the first call of the model."""
+    plain, model = _model(), _model()
+    theirs, ours = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model))
+    graphaccel.optimize(model, ours, devices=2, **pins)
+    for each, optimizer in ((plain, theirs), (model, ours)):
+        ids = torch.arange(24).view(4, 6) % WORDS
+
+        def closure(each: nn.Module = each, ids: Tensor = ids) -> float:
+            loss = each(ids)
+            loss.backward()
+            return loss.item()
+
+        optimizer.step(closure)
+    weights = graphaccel.full_state_dict(model)
+    return max((weights[n] - w).abs().max().item() for n, w in plain.state_dict().items())
+
+
+def test_a_fused_step_may_begin_with_its_closure(pool: Pool) -> None:
+    assert max(pool.run(2, _by_closure, PLANS["fused"])) < 1e-12
