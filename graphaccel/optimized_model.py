@@ -65,7 +65,7 @@ class Handle:
         self._reading = Reading(run.model)
         self._unplanned = Unplanned(run.model, run.optimizer, lambda: self.plan is not None)
         self._prepared: Prepared | None = None
-        self._steps: Steps | None = None
+        self.steps: Steps | None = None
         self._form = CallForm(run.model.forward)
 
     def watch_steps(self) -> None:
@@ -113,21 +113,21 @@ class Handle:
     @property
     def predicted_peak_bytes(self) -> int | None:
         """Predicted peak tensor bytes on this rank."""
-        memory = None if self._steps is None else self._steps.memory
+        memory = None if self.steps is None else self.steps.memory
         return None if memory is None else memory.tensors
 
     @property
     def predicted_pass_bytes(self) -> int | None:
         """Predicted peak bytes of tensors on this rank during forward and backward, without
         optimizer state."""
-        memory = None if self._steps is None else self._steps.memory
+        memory = None if self.steps is None else self.steps.memory
         phases = None if memory is None else memory.phases
         return None if phases is None else phases.later
 
     @property
     def predicted_host_bytes(self) -> int | None:
         """Predicted peak bytes of host memory that the plan uses for this rank."""
-        memory = None if self._steps is None else self._steps.memory
+        memory = None if self.steps is None else self.steps.memory
         return None if memory is None else memory.host
 
     def utilisation(self, seconds: float) -> float | None:
@@ -213,7 +213,7 @@ class Handle:
         with eager_errors(run.model, run.compiler.model.loss_fn, batch):
             prepared, expected = prepare(run, batch, self._initial, planned, example=example)
         steps = Steps(run, prepared)
-        self._initial, self._prepared, self._steps = None, prepared, steps
+        self._initial, self._prepared, self.steps = None, prepared, steps
         variant = steps.first(batch, example=example)
         if expected is not None:
             trial = partial(trial_step, run, prepared, variant, batch)
@@ -316,7 +316,7 @@ class Handle:
             except CaptureDiffers:
                 detach(run.model)
                 raise
-        prepared, steps = self._prepared, self._steps
+        prepared, steps = self._prepared, self.steps
         assert prepared is not None
         assert steps is not None
         more = steps.completed(batch)
@@ -369,8 +369,8 @@ class Handle:
         try:
             result = session.step(compiled, leaves)
         except DeviceOutOfMemory as error:
-            assert self._steps is not None
-            now = replace(prepared, memory=self._steps.memory)
+            assert self.steps is not None
+            now = replace(prepared, memory=self.steps.memory)
             raise now.beside_prediction(error, run.compiler) from error.__cause__
         run.gate.spoilt(result.overflow)
         given = partial(step_results, run, prepared, result, compiled.program)
@@ -389,7 +389,7 @@ class Handle:
         return [(n, p) for n, p in self._run.model.named_parameters() if n in reached]
 
     def _evaluate(self, batch: Batch) -> Any:
-        run, prepared, steps = self._run, self._prepared, self._steps
+        run, prepared, steps = self._run, self._prepared, self.steps
         assert prepared is not None
         assert steps is not None
         self._refuse_gradients()

@@ -23,8 +23,8 @@ def add_train(commands: Any) -> None:
         description="Train a model of transformers on files, on any number of devices. Nothing is "
         "downloaded: a model type gets random weights, a folder keeps its own.",
     )
-    train.add_argument("--config", type=Path, metavar="FILE", help="YAML with these settings and "
-                       "`pins`; what is typed here goes before it")  # fmt: skip
+    train.add_argument("--config", type=Path, metavar="FILE", help="YAML or TOML: these settings "
+                       "and `pins`; what is typed here goes before it")  # fmt: skip
     train.add_argument("--devices", type=positive, metavar="N", help="processes on this machine")
     train.add_argument("--all-output", action="store_true", help="show what every rank prints")
     add_settings(train)
@@ -41,7 +41,11 @@ def train_command(arguments: argparse.Namespace) -> int:
     pins |= pins_of(argparse.Namespace(**{**vars(arguments), "data": arguments.data_parallel}))
     world = os.environ.get("WORLD_SIZE")
     devices = (arguments.devices or 1) if world is None else int(world)
-    batch_pins(settings, pins, devices)  # refused before processes start
+    from graphaccel.planner.plan.read_pins import check_alone
+
+    # refused before processes start
+    check_alone(pins, devices, settings.global_batch // settings.gradient_accumulation)
+    batch_pins(settings, pins, devices)
     if devices > 1 and world is None:
         from graphaccel.runtime import launch
         from graphaccel.training.rows import prepare

@@ -112,15 +112,34 @@ def completed(
     step = captured(resized(batch, dims, wanted))
     result = ignored_rows(step)
     if isinstance(result, str):
-        raise BatchNotDivisible(
-            batch=size,
-            microbatches=plan.microbatches,
-            data=plan.data,
-            allowed=tuple(n for n in range(1, size + 1) if size % (n * plan.data) == 0),
-            reason=result,
-        )
+        raise _refused(plan, size, result)
     sizes = {BATCH: size, SEQUENCE: sequence_leaves(batch, dims)[0]}
     return Completed(step, result, wanted, sizes)
+
+
+def check_last(planned: StepGraph, plan: Plan, size: int, left_out_by: str) -> None:
+    """Ask about the last batch of each epoch, of `size` rows, before it comes.
+
+    left_out_by: the argument that leaves it out.
+
+    Raises BatchNotDivisible (GA206) where it can neither be split nor completed.
+    """
+    if BATCH not in planned.sizes or size % (plan.data * plan.microbatches) == 0:
+        return
+    result = ignored_rows(planned)
+    if isinstance(result, str):
+        raise _refused(plan, size, result, left_out_by)
+
+
+def _refused(plan: Plan, size: int, reason: str, left_out_by: str = "") -> BatchNotDivisible:
+    return BatchNotDivisible(
+        batch=size,
+        microbatches=plan.microbatches,
+        data=plan.data,
+        allowed=tuple(n for n in range(1, size + 1) if size % (n * plan.data) == 0),
+        reason=reason,
+        left_out_by=left_out_by,
+    )
 
 
 def with_rows(batch: Batch, more: Completed) -> Batch:

@@ -64,6 +64,8 @@ def read_index(path: Path, content: int) -> Index:
     _, version, code, sequences, documents = _HEAD.unpack(head)
     if version != 1 or code not in DTYPES:
         raise _bad(path, f"version {version} with dtype code {code} is not known")
+    if DTYPES[code].kind == "f":
+        raise _bad(path, f"its tokens are {DTYPES[code].name}, no whole numbers")
     expected = _HEAD.size + 12 * sequences + 8 * documents
     if size < expected:  # indices of several modalities have one more array
         raise _bad(path, f"it has {size} bytes, and {sequences} sequences take {expected}")
@@ -83,6 +85,11 @@ def _check(path: Path, index: Index, content: int) -> None:
     lengths, pointers, documents = index.lengths, index.pointers, index.documents
     if len(lengths) and (lengths.min() < 0 or pointers.min() < 0):
         raise _bad(path, "a length or a place is negative")
+    count, width = int(lengths.sum(dtype=np.int64)), index.dtype.itemsize
+    if count and content in [count * other for other in (1, 2, 4, 8) if other != width]:
+        each = content // count
+        reason = f"its {count} tokens have {each} bytes each, and the index beside it says "
+        raise _bad(path.with_suffix(".bin"), reason + index.dtype.name)
     ends = pointers + lengths.astype(np.int64) * index.dtype.itemsize
     if len(ends) and (last := int(ends.max())) > content:
         tokens = path.with_suffix(".bin")

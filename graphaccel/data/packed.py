@@ -68,8 +68,21 @@ class PackedTokens(Dataset):
         return results
 
     def split(self, parts: str) -> tuple[Subset, ...]:
-        """Rows in parts of these shares, in order: "980,20" are 98 % and 2 %, as in Megatron-LM."""
-        shares = np.cumsum([float(part) for part in parts.split(",")])
+        """Rows in parts of these shares, in order: "980,20" are 98 % and 2 %, as in Megatron-LM.
+
+        Raises BadData (GA417) for what are no shares.
+        """
+        try:
+            given = [float(part) for part in parts.split(",")]
+        except ValueError:
+            given = []
+        if not (given and min(given) >= 0 and 0 < sum(given) < float("inf")):
+            raise BadData(
+                place=str(self.tokens.prefix),
+                reason=f"{parts!r} are no shares of its rows",
+                help_line='split("980,20")',
+            )
+        shares = np.cumsum(given)
         ends = np.round(shares / shares[-1] * self._rows).astype(int)
         begins = [0, *ends[:-1]]
         return tuple(Subset(self, range(a, b)) for a, b in zip(begins, ends, strict=True))
@@ -92,6 +105,9 @@ class ShuffledOrder(Sampler):
     seed: of the order. done: rows that were trained on before, by all ranks; a run that resumes at
     step n gives n times the global batch. rank, ranks, batch: for `optimize(..., batch="local")`,
     where each rank reads its own part: `batch` rows in turn.
+
+    Raises BadData (GA417) where there are no rows, or none for this rank: the order would have no
+    first row, and no end.
     """
 
     def __init__(
@@ -104,6 +120,14 @@ class ShuffledOrder(Sampler):
         ranks: int = 1,
         batch: int = 1,
     ) -> None:
+        if rows < 1:
+            raise _no_order(f"there are {rows} rows", "ShuffledOrder(len(train))")
+        if not 0 <= rank < ranks or batch < 1:
+            raise _no_order(
+                f"rank {rank} of {ranks}, with {batch} rows a batch, reads none of them",
+                "ShuffledOrder(len(train), rank=dist.get_rank(), ranks=dist.get_world_size(), "
+                "batch=...)",
+            )
         self.rows, self.seed, self.done = rows, seed, done
         self.rank, self.ranks, self.batch = rank, ranks, batch
 
@@ -119,3 +143,7 @@ class ShuffledOrder(Sampler):
             generator = np.random.default_rng((self.seed, epoch))
             yield from generator.permutation(self.rows)[begin:].tolist()
             epoch, begin = epoch + 1, 0
+
+
+def _no_order(reason: str, help_line: str) -> BadData:
+    return BadData(place="ShuffledOrder", reason=reason, help_line=help_line)

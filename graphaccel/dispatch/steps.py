@@ -10,7 +10,7 @@ from torch import nn
 
 from graphaccel.capture.batch import Batch
 from graphaccel.capture.stepgraph import StepGraph
-from graphaccel.compiler.ignored_rows import Completed, completed
+from graphaccel.compiler.ignored_rows import Completed, check_last, completed
 from graphaccel.compiler.input_checks import check_indices, check_positions, shape_changed
 from graphaccel.dispatch.comparisons import whole_pair
 from graphaccel.dispatch.compiled import compiled_evaluation, compiled_training
@@ -59,6 +59,11 @@ class Steps:
             self._reported_sizes.add(more.size)
             progress("batch", more.line(batch), 0.0)
         return more
+
+    def check_last(self, rows: int, left_out_by: str) -> None:
+        """Ask about the last batch of each epoch (`ignored_rows.check_last`). Raises
+        BatchNotDivisible (GA206)."""
+        check_last(self._prepared.planned.step, self._prepared.planned.plan, rows, left_out_by)
 
     def training(self, batch: Batch, trained: frozenset[str]) -> Variant:
         """The training step of a batch. trained: the parameters that require a gradient now.

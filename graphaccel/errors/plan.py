@@ -153,7 +153,8 @@ class BatchNotDivisible(GraphAccelError):
     """The batch cannot be split into equal microbatches. allowed: microbatch counts that can be
     used. devices, batches: numbers of devices, and batches, near those requested that would work.
     widest: the largest data axis that divides both; stages: into how many the graph can be cut.
-    reason: why ignored rows cannot complete the batch.
+    reason: why ignored rows cannot complete the batch. left_out_by: for the last batch of each
+    epoch, asked about before it comes: the argument that leaves it out.
     """
 
     code = "GA206"
@@ -166,18 +167,21 @@ class BatchNotDivisible(GraphAccelError):
     widest: int = 1
     stages: int = 0
     reason: str = ""
+    left_out_by: str = ""
 
     def message(self) -> Message:
         parts = self.microbatches * self.data
         if self.reason:
+            last = f"the last batch of each epoch, {self.batch} rows,"
+            which = last if self.left_out_by else f"a batch of {self.batch}"
+            left_out_by = self.left_out_by or "DataLoader(dataset, batch_size=..., drop_last=True)"
             return Message(
-                f"a batch of {self.batch} can not be cut into {parts} equal parts "
+                f"{which} can not be cut into {parts} equal parts "
                 f"({self.microbatches} microbatches x data {self.data}), and rows to complete it "
                 "would change the result",
                 why=self.reason,
                 help=(
-                    "leave a last, smaller batch out:  "
-                    "DataLoader(dataset, batch_size=..., drop_last=True)",
+                    f"leave a last, smaller batch out:  {left_out_by}",
                     f"or use a batch that is a multiple of {parts}",
                 ),
             )

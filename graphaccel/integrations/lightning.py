@@ -23,11 +23,13 @@ from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision,
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from graphaccel.api import full_state_dict, optimize
 from graphaccel.checkpoint.load import load
 from graphaccel.checkpoint.save import save
 from graphaccel.errors import GraphMisuse
+from graphaccel.integrations.last_batch import check_last_batch
 from graphaccel.integrations.settings import started, with_precision
 
 _MIXED = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
@@ -49,6 +51,7 @@ class PlannedStrategy(SingleDeviceStrategy):
         self._settings, device = started(settings)
         super().__init__(device=device)
         self._restored: Path | None = None
+        self._begun = False
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.global_rank = dist.get_rank() if dist.is_initialized() else 0
         rank_zero_only.rank = self.global_rank
@@ -88,6 +91,20 @@ class PlannedStrategy(SingleDeviceStrategy):
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             optimize(self._module, self._optimizer, **self._settings)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As for one device. A last batch of an epoch that the plan refuses is named after the
+        first."""
+        output = super().training_step(*args, **kwargs)
+        if not self._begun:
+            self._begun = True
+            assert self.lightning_module is not None
+            trainer = self.lightning_module.trainer
+            loader = trainer.train_dataloader
+            if _ends_an_epoch(trainer, loader):
+                line = "DataLoader(dataset, batch_size=..., drop_last=True)"
+                check_last_batch(self._module, loader, line)
+        return output
 
     @property
     def _module(self) -> nn.Module:
@@ -153,6 +170,17 @@ StrategyRegistry.register(
     "Trains under a plan of graphaccel",
     override=True,
 )
+
+
+def _ends_an_epoch(trainer: Any, loader: Any) -> bool:
+    """Whether the run comes to the last batch of a loader; False where that is not known."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    batches = trainer.num_training_batches
+    if trainer.max_steps != -1:
+        batches = min(batches, trainer.max_steps * trainer.accumulate_grad_batches)
+        batches *= trainer.global_step == 0  # of a run that resumes
+    return batches >= len(loader)
 
 
 def _beside(path: Path) -> Path:

@@ -21,8 +21,16 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import find_batch_size
 from torch.utils.data import IterableDataset
 
+from graphaccel.errors import GraphMisuse
 from graphaccel.integrations.settings import started
 
+_LAUNCHED = {  # what `accelerate launch` sets → its option, and what to write instead
+    "ACCELERATE_USE_DEEPSPEED": ("--use_deepspeed", 'optimize={"zero": 3}'),
+    "ACCELERATE_USE_FSDP": ("--use_fsdp", 'optimize={"zero": 3}'),
+    "ACCELERATE_USE_MEGATRON_LM": ("--use_megatron_lm", 'optimize={"tensor": 2}'),
+    "ACCELERATE_USE_PARALLELISM_CONFIG": ("--use_parallelism_config", 'optimize={"tensor": 2}'),
+    "ACCELERATE_DYNAMO_BACKEND": ("--dynamo_backend", 'optimize={"compile": "inductor"}'),
+}
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
@@ -30,7 +38,18 @@ def start(settings: Mapping[str, Any]) -> tuple[dict[str, Any], PartialState]:
     """Make this process one of the ranks that `settings` ask for, the arguments of `optimize`.
 
     Returns them with the number of devices, and Accelerate's state of a job with one process.
+
+    Raises GraphMisuse (GA407) for an option of `accelerate launch` that the plan decides.
     """
+    for variable, (option, instead) in _LAUNCHED.items():
+        value = os.environ.get(variable, "")
+        if value.lower() not in ("", "no", "false", "0"):
+            raise GraphMisuse(
+                what=f"{variable}={value}, as `accelerate launch {option}` sets it, asks for what "
+                "the plan decides",
+                help_line="leave it out, also in `accelerate config`; the plan's own is:  "
+                f"{instead}",
+            )
     complete, device = started(settings)
     return complete, as_one_process(device)
 

@@ -19,7 +19,18 @@ def started(settings: Mapping[str, Any]) -> tuple[dict[str, Any], torch.device]:
     """Make this process one of the ranks that `settings` ask for, the arguments of `optimize`.
 
     Returns them with the number of devices, and this rank's device.
+
+    Raises GraphMisuse (GA407) for `batch="local"`: these libraries then hand the same rows to all
+    ranks, and values that they log or compare would be those of a rank's own rows.
     """
+    if settings.get("batch") == "local":
+        raise GraphMisuse(
+            what="batch='local', but under this library every rank reads the same batches",
+            help_line="leave it out, and a DistributedSampler too: the plan splits the batches "
+            "that one device reads",
+            other_help="to keep the sampler, in a loop of your own:  "
+            "graphaccel.optimize(model, optimizer, batch='local')",
+        )
     count, device = start_ranks(
         settings.get("devices"),
         read_plan(settings.get("plan"), {}),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
 from graphaccel.errors import GraphMisuse
 from graphaccel.integrations.settings import with_precision
 
+_LAUNCHED = "ACCELERATE_MIXED_PRECISION"
 _REPLACED = {  # set in TrainingArguments → what to write instead
     "deepspeed": 'optimize={"zero": 3}',
     "fsdp": 'optimize={"zero": 3}',
@@ -46,6 +48,9 @@ def pins_of(args: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
                 help_line=f"leave it out; {instead}",
             )
     asked = "bf16" if args.bf16 else "fp16" if args.fp16 else None
-    pins = with_precision(settings, asked, f"TrainingArguments({asked}=True)")
+    argument = f"TrainingArguments({asked}=True)"
+    if asked is None and (launched := os.environ.get(_LAUNCHED, "no")) != "no":
+        asked, argument = launched, f"accelerate launch --mixed_precision {launched}"
+    pins = with_precision(settings, asked, argument)
     args.mixed_precision = "no"
     return pins

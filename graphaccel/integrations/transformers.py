@@ -23,6 +23,7 @@ from graphaccel.api import full_state_dict, optimize
 from graphaccel.checkpoint.load import load
 from graphaccel.checkpoint.save import save
 from graphaccel.errors import GraphMisuse
+from graphaccel.integrations.last_batch import check_last_batch
 from graphaccel.integrations.one_process import counted, read_everywhere, start
 from graphaccel.integrations.settings import norm_everywhere, wait_for_all
 from graphaccel.integrations.training_arguments import pins_of
@@ -47,6 +48,7 @@ class PlannedSteps(_Trainer):
     ) -> None:
         _check_version()
         self._settings = dict(optimize or {})
+        self._begun = False
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -80,6 +82,26 @@ class PlannedSteps(_Trainer):
             vars(self.model)["_is_accelerate_prepared"] = True  # neither wrapped nor cast
             optimize(self.model, optimizer, **self._settings)
         return optimizer
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As Trainer's. A last batch of an epoch that the plan refuses is named after the first."""
+        loss = super().training_step(*args, **kwargs)
+        if not self._begun:
+            self._begun = True
+            if self._sees_last_batch():
+                loader = self.callback_handler.train_dataloader
+                line = "TrainingArguments(dataloader_drop_last=True)"
+                check_last_batch(self.model, loader, line)
+        return loss
+
+    def _sees_last_batch(self) -> bool:
+        """Whether an epoch ends before the run does."""
+        loader, state = self.callback_handler.train_dataloader, self.state
+        try:
+            updates = -(-len(loader) // self.args.gradient_accumulation_steps)
+        except TypeError:  # a data set without a length
+            return False
+        return state.max_steps // updates > state.global_step // updates
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         return norm_everywhere(super()._get_grad_norm(model, grad_norm), self.model)

@@ -12,6 +12,7 @@ from typing import Any
 
 from graphaccel.errors import BadTraining
 from graphaccel.planner.plan.option_values import positive
+from graphaccel.planner.plan.pins import NAMES as PIN_NAMES
 
 PAIRS = "next-sentence"
 """The kind of model for masked-lm with `next_sentence`."""
@@ -246,14 +247,20 @@ def _of_file(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     if not isinstance(content, dict):
         raise BadTraining(what=f"`{file}` has no settings by name", help_line="task: causal-lm")
     pins = content.pop("pins", None) or {}
+    if not isinstance(pins, dict):
+        raise BadTraining(
+            what=f"`pins` of `{file}` has no pins by name", help_line="pins: {precision: bf16}"
+        )
     kinds = {setting.name: setting for setting in dataclasses.fields(Settings)}
     said = {}
     for name, value in content.items():
         if name not in kinds:
             raise BadTraining(
-                what=f"`{file}` has `{name}`, which is no setting", help_line=_closest(name, kinds)
+                what=f"`{file}` has `{name}`, which is no setting",
+                help_line=_meant(str(name), value, kinds),
             )
-        said[name] = _value(file, name, value, kinds[name].metadata)
+        if value is not None:  # as if it were left out
+            said[name] = _value(file, name, value, kinds[name].metadata)
     return said, pins
 
 
@@ -297,10 +304,23 @@ def _value(file: Path, name: str, value: Any, kind: Mapping[str, Any]) -> Any:
     return parsed
 
 
-def _closest(name: str, known: Mapping[str, Any]) -> str:
+def _meant(name: str, value: Any, known: Mapping[str, Any]) -> str:
+    """What to write instead of a name that is no setting."""
     import difflib
 
-    return ", ".join(difflib.get_close_matches(str(name), known, cutoff=0.4)) or ", ".join(known)
+    name = name.replace("-", "_")
+    pin = "data" if name == "data_parallel" else name
+    if name == "devices":
+        return f"on the command line:  --devices {value}"
+    if (pin in PIN_NAMES and pin not in known) or name == "data_parallel":
+        return f"pins: {{{pin}: {value}}}"
+    options = {"set": "model_settings", **{each: each for each in known}}
+    for setting, own in known.items():
+        options |= {
+            option[2:].replace("-", "_"): setting for option in own.metadata.get("also", ())
+        }
+    close = difflib.get_close_matches(name, options, cutoff=0.4)
+    return ", ".join(dict.fromkeys(options[each] for each in close)) or ", ".join(known)
 
 
 def _check(settings: Settings) -> None:

@@ -54,6 +54,21 @@ def test_parts(tokens: TokenFile) -> None:
     assert (list(train.indices), list(valid.indices)) == ([*range(9)], [*range(9, 12)])
 
 
+@pytest.mark.parametrize("parts", ["", "a,b", "0,0", "5,-1", "nan,1", "inf,1"])
+def test_what_are_no_shares(tokens: TokenFile, parts: str) -> None:
+    with pytest.raises(BadData, match="are no shares of its rows"):
+        PackedTokens(tokens, 1).split(parts)
+
+
+@pytest.mark.parametrize(
+    ("rows", "more"), [(0, {}), (4, {"rank": 2, "ranks": 2}), (4, {"ranks": 2, "batch": 0})]
+)
+def test_an_order_without_rows_is_refused(rows: int, more: dict[str, int]) -> None:
+    """It would be searched for its first row without end."""
+    with pytest.raises(BadData, match="ShuffledOrder"):
+        ShuffledOrder(rows, **more)
+
+
 def test_less_than_a_row(tokens: TokenFile) -> None:
     with pytest.raises(BadData) as caught:
         PackedTokens(tokens, 13)

@@ -80,6 +80,7 @@ def test_a_writer_that_fails_leaves_nothing(tmp_path: Path) -> None:
         (".idx", lambda b: b[:20], "it does not begin as an index of Megatron-LM does"),
         (".idx", lambda b: b"x" + b[1:], "it does not begin as an index of Megatron-LM does"),
         (".idx", lambda b: b[:17] + b"\x63" + b[18:], "version 1 with dtype code 99 is not known"),
+        (".idx", lambda b: b[:17] + b"\x07" + b[18:], "its tokens are float32, no whole numbers"),
         (".idx", lambda b: b[:-1] + b"\x01", "its documents do not end with its last sequence"),
     ],
 )
@@ -90,6 +91,22 @@ def test_damage_is_named(tmp_path: Path, file: str, damage, reason: str) -> None
     with pytest.raises(BadData) as caught:
         TokenFile(tmp_path / "corpus")
     assert (caught.value.place, caught.value.reason) == (str(path), reason)
+
+
+@pytest.mark.parametrize(("code", "dtype"), [(1, "uint8"), (4, "int32")])
+def test_a_dtype_of_another_width_is_named(tmp_path: Path, code: int, dtype: str) -> None:
+    """Ten tokens of uint16: halves of them, or two in one, would be read."""
+    prefix = tmp_path / "corpus"
+    by_hand(prefix, ROWS, [0, 2, 3, 4])
+    data = bytearray(prefix.with_suffix(".idx").read_bytes())
+    data[17] = code
+    prefix.with_suffix(".idx").write_bytes(data)
+    with pytest.raises(BadData) as caught:
+        TokenFile(prefix)
+    assert caught.value.place == str(prefix.with_suffix(".bin"))
+    assert caught.value.reason == (
+        f"its 10 tokens have 2 bytes each, and the index beside it says {dtype}"
+    )
 
 
 @given(st.integers(0, 113), st.integers(0, 255))

@@ -10,6 +10,8 @@ from transformers import TrainingArguments
 
 import graphaccel
 from graphaccel.errors import GraphMisuse
+from graphaccel.integrations.accelerate import Accelerator
+from graphaccel.integrations.lightning import PlannedStrategy
 from graphaccel.integrations.training_arguments import pins_of
 from graphaccel.integrations.transformers import Trainer
 from tests.integrations.test_trainer import Lines, arguments, gpt2
@@ -27,6 +29,18 @@ def test_the_precision_is_that_of_the_plan(tmp_path: Path) -> None:
     assert pins_of(args, {"tensor": 2}) == {"tensor": 2, "precision": "bf16"}
     assert args.mixed_precision == "no"
     assert pins_of(given(tmp_path), {"tensor": 2}) == {"tensor": 2}
+
+
+def test_the_precision_of_accelerate_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    args = given(tmp_path)
+    assert args.mixed_precision == "bf16"
+    for _ in range(2):  # Trainers of the same arguments
+        assert pins_of(args, {}) == {"precision": "bf16"}
+    with pytest.raises(GraphMisuse, match="accelerate launch --mixed_precision bf16, but"):
+        pins_of(args, {"precision": "fp16"})
 
 
 def test_another_precision_is_refused(tmp_path: Path) -> None:
@@ -68,6 +82,40 @@ def test_what_hangs_hooks_on_modules_is_refused(tmp_path: Path, changed: dict[st
     first, second, _ = str(caught.value).splitlines()
     assert first.startswith(f"error[GA407]: TrainingArguments({name}=...) hangs hooks on modules")
     assert second.startswith("  help: leave it out; ")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "option"),
+    [
+        ("ACCELERATE_USE_FSDP", "true", "--use_fsdp"),
+        ("ACCELERATE_USE_DEEPSPEED", "true", "--use_deepspeed"),
+        ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", "--use_parallelism_config"),
+        ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", "--dynamo_backend"),
+    ],
+)
+def test_what_accelerate_launch_sets_is_refused(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, option: str
+) -> None:
+    """Accelerate would leave it aside in a job that it takes for one process."""
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(GraphMisuse) as caught:
+        Accelerator()
+    first, second, _ = str(caught.value).splitlines()
+    assert f"as `accelerate launch {option}` sets it" in first
+    assert second.startswith("  help: leave it out")
+    monkeypatch.setenv(variable, "NO" if value == "INDUCTOR" else "false")
+    assert Accelerator().num_processes == 1
+
+
+def test_rows_of_each_rank_are_refused(tmp_path: Path) -> None:
+    """All ranks read the same batches here: their rows would be counted twice."""
+    local = {"batch": "local"}
+    with pytest.raises(GraphMisuse, match="every rank reads the same batches"):
+        Trainer(model=gpt2(), args=given(tmp_path), train_dataset=Lines(8, 1), optimize=local)
+    with pytest.raises(GraphMisuse, match="every rank reads the same batches"):
+        Accelerator(optimize=local)
+    with pytest.raises(GraphMisuse, match="every rank reads the same batches"):
+        PlannedStrategy(**local)
 
 
 def test_a_model_that_is_optimized_already(tmp_path: Path) -> None:

@@ -99,6 +99,12 @@ def test_settings_that_can_not_be_followed(words: list[str], text: str) -> None:
         ("task: causal\n", "is 'causal'\n  help: causal-lm | masked-lm"),
         ("resume: 1\n", "is 1, not true or false"),
         ("a: [\n", "can not be read"),
+        ("pins: [zero]\n", "has no pins by name\n  help: pins: {precision: bf16}"),
+        ("zero: 3\n", "has `zero`, which is no setting\n  help: pins: {zero: 3}"),
+        ("data_parallel: 2\n", "help: pins: {data: 2}"),
+        ("devices: 2\n", "help: on the command line:  --devices 2"),
+        ("train-iters: 2\n", "help: steps"),
+        ("set: {n_layer: 2}\n", "help: model_settings"),
     ],
 )
 def test_files_that_can_not_be_followed(content: str, text: str, tmp_path: Path) -> None:
@@ -107,6 +113,13 @@ def test_files_that_can_not_be_followed(content: str, text: str, tmp_path: Path)
     with pytest.raises(BadTraining) as caught:
         read(*LEAST[:4], "--data", "a", file=file)
     assert text in str(caught.value)
+
+
+def test_an_empty_value_of_a_file_is_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("tokenizer:\nsteps: null\nlength: 16\n")
+    settings, _ = read(*LEAST, file=file)
+    assert (settings.tokenizer, settings.steps, settings.length) == (None, None, 16)
 
 
 def test_every_setting_has_an_option_with_help_in_a_group() -> None:

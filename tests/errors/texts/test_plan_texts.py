@@ -99,6 +99,22 @@ error[GA206]: a batch of 5 can not be cut into 2 equal parts (1 microbatches x d
   explain: graphaccel explain GA206""",
     ),
     (
+        errors.BatchNotDivisible(
+            batch=5,
+            microbatches=1,
+            data=2,
+            allowed=(),
+            reason="its loss has no input that marks a row as ignored",
+            left_out_by="TrainingArguments(dataloader_drop_last=True)",
+        ),
+        """\
+error[GA206]: the last batch of each epoch, 5 rows, can not be cut into 2 equal parts (1 microbatches x data 2), and rows to complete it would change the result
+  why:  its loss has no input that marks a row as ignored
+  help: leave a last, smaller batch out:  TrainingArguments(dataloader_drop_last=True)
+  help: or use a batch that is a multiple of 2
+  explain: graphaccel explain GA206""",
+    ),
+    (
         errors.SplitRefused(
             axis="microbatch",
             op="aten.batch_norm",
