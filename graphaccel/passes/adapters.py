@@ -24,7 +24,6 @@ from graphaccel.passes.gradients.accumulate_gradients import accumulate_gradient
 from graphaccel.passes.gradients.reduce_shards import reduce_shards
 from graphaccel.passes.gradients.shard_gradients import shard_gradients
 from graphaccel.passes.gradients.wide_gradients import wide_gradients
-from graphaccel.passes.gradients.wide_head import wide_head
 from graphaccel.passes.lower_precision import lower_precision
 from graphaccel.passes.microbatch.chunk_loss import chunk_loss
 from graphaccel.passes.microbatch.exact_microbatch import LocalStep, exact_microbatch
@@ -128,11 +127,6 @@ def run_merge_equal(c: Context) -> Context:
     if not (c.plan.min_cut and c.gradients):
         return c
     return _in_graph(c, merge_equal(c.rank.graph, c.plan, c.step.positions))
-
-
-def run_wide_head(c: Context) -> Context:
-    """In place, where a min-cut follows."""
-    return _in_graph(c, wide_head(c.rank.graph)) if c.plan.min_cut and c.gradients else c
 
 
 def run_choose_saved(c: Context) -> Context:

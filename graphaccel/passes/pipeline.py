@@ -74,10 +74,6 @@ PIPELINE: tuple[Pass, ...] = (
         exact=True,
     ),
     Pass(
-        "wide_head", "joint", adapters.run_wide_head,
-        "after decompose, which scales the gradient; before choose_saved, or a cast is saved",
-    ),
-    Pass(
         "choose_saved", "joint", adapters.run_choose_saved,
         "before the cut and the phases: what a stage saves is then in its programs, by which its "
         "memory is counted",

@@ -77,19 +77,16 @@ def forward_by_chunks(
     of_chunk: Callable[..., Tensor],
     *,
     select: bool,
-    kind: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Loss and gradients of x, weight and bias, `chunk` tokens at a time.
 
     x: [..., width]; weight: [vocabulary, width]; target: int64 [...]. of_chunk: as `loss_of_chunk`.
     select: leave out ignored tokens, whose number the host has to know; else they are computed,
-    and count as nothing. kind: dtype of the gradients of weight and bias; by default the weight's.
-    """
+    and count as nothing."""
     rows, labels = x.reshape(-1, x.shape[-1]), target.reshape(-1)
     kept = (labels != ignored).nonzero().squeeze(1) if select else labels
     every = len(kept) == len(labels)
-    wide, kind = _wide(x.dtype), kind or weight.dtype
-    weight = weight.to(x.dtype)
+    wide = _wide(x.dtype)
     bias = None if bias is None else bias.to(x.dtype)  # under autocast it is still float32
     losses = torch.empty(len(kept), dtype=wide, device=x.device)
     dx = rows.new_empty(rows.shape) if every else rows.new_zeros(rows.shape)
@@ -111,21 +108,12 @@ def forward_by_chunks(
         del slope  # before the next chunk's logits
     if not len(kept):
         dweight.zero_()
-    return losses.sum(), dx.view(x.shape), dweight.to(kind), dbias.to(kind)
+    return losses.sum(), dx.view(x.shape), dweight.to(weight.dtype), dbias.to(weight.dtype)
 
 
 def _missing(x: Tensor, weight: Tensor) -> int:
     """Words to add so that rows of logits are multiples of `_ALIGNED` bytes."""
     return -len(weight) % (_ALIGNED // x.dtype.itemsize)
-
-
-def _padded(weight: Tensor, missing: int, dtype: torch.dtype) -> Tensor:
-    """The weight in another dtype, with words of zeros after it."""
-    words = len(weight)
-    built = weight.new_empty(words + missing, weight.shape[1], dtype=dtype)
-    built[:words].copy_(weight)
-    built[words:].zero_()
-    return built
 
 
 def _cuda_forward(
@@ -137,10 +125,10 @@ def _cuda_forward(
     50,257 words: the weight is padded by words of zeros, whose logits, and so their gradients, are
     0 and which no loss reads.
     """
-    words, missing, kind = len(weight), _missing(x, weight), weight.dtype
+    words, missing = len(weight), _missing(x, weight)
     count = chunk or chunk_rows(words)
     if missing:
-        weight = _padded(weight, missing, x.dtype)
+        weight = F.pad(weight, (0, 0, 0, missing))
         bias = None if bias is None else F.pad(bias, (0, missing))
 
     def of_chunk(
@@ -156,7 +144,7 @@ def _cuda_forward(
         return scores
 
     loss, dx, dweight, dbias = forward_by_chunks(
-        x, weight, bias, target, ignored, count, of_chunk, select=False, kind=kind
+        x, weight, bias, target, ignored, count, of_chunk, select=False
     )
     if missing:
         dweight, dbias = dweight[:words], dbias[:words]
@@ -182,8 +170,7 @@ def _chunks(x: Tensor, weight: Tensor, chunk: int) -> Chunks:
     passes = 8 * wide + (2 * (narrow + wide) if narrow < wide else 0)
     if x.device.type == "cuda" and wide == 4:
         passes = 3 * narrow
-    kept = weight.dtype.itemsize == wide  # the sum is the gradient, not cast
-    summed = vocabulary * width * (2 * wide if kept else narrow + 2 * wide)
+    summed = vocabulary * width * (2 * wide if narrow == wide else narrow + 2 * wide)
     return Chunks(
         rows=rows,
         times=-(-tokens // rows),
@@ -296,15 +283,12 @@ class linear_cross_entropy:
         x's dtype, and the padded weight); for 16 bits the gradient of the weight in float32, and
         that of one chunk."""
         rows, wide = _chunks(x, weight, chunk).rows, _wide(x.dtype)
-        scores, own = rows * len(weight), weight.dtype
-        low = weight.numel() * x.dtype.itemsize  # the weight as matmuls read it
+        scores = rows * len(weight)
         if x.device.type == "cuda" and has_triton() and wide == torch.float32:
-            product = low + weight.numel() * wide.itemsize if own != wide else 0
-            copied = low if own != x.dtype or _missing(x, weight) else 0
-            return scores * x.dtype.itemsize + product + copied
+            product = weight.numel() * (x.dtype.itemsize + wide.itemsize) if x.dtype != wide else 0
+            padded = weight.numel() * x.dtype.itemsize if _missing(x, weight) else 0
+            return scores * x.dtype.itemsize + product + padded
         if wide == x.dtype:
             return scores * wide.itemsize
         scores *= x.dtype.itemsize + wide.itemsize
-        if own == wide:
-            return scores + low
-        return max(scores, low) + weight.numel() * wide.itemsize
+        return max(scores, weight.numel() * x.dtype.itemsize) + weight.numel() * wide.itemsize
