@@ -18,7 +18,8 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from graphaccel.capture.export import buffer_values
+from graphaccel.capture.export import known_values
+from graphaccel.capture.export.buffer_values import buffers_answer
 from graphaccel.capture.export.python_function import (
     CALLS,
     Calls,
@@ -97,7 +98,7 @@ class Watch:
                 stack.enter_context(context)
             stack.enter_context(gradient_nodes_refused(_node_read))
             stack.enter_context(_Functions(self._weights, own, self.calls, self._gradients))
-            stack.enter_context(buffer_values.buffers_answer(self._model))
+            stack.enter_context(buffers_answer(self._model))
             yield
 
     def refuse_lost(self, program: Any) -> None:
@@ -316,9 +317,9 @@ def _default_generator(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def _asked_by_user() -> bool:
     """Whether the code that calls a torch function, two frames above a method of `_Functions` and
-    the mode that answers for buffers, is the user's."""
+    the mode that answers for known values, is the user's."""
     frame: FrameType | None = sys._getframe(3)
-    while frame is not None and frame.f_code.co_filename == buffer_values.__file__:
+    while frame is not None and frame.f_code.co_filename == known_values.__file__:
         frame = frame.f_back
     return frame is not None and not frame.f_code.co_filename.startswith(INSIDE)
 
