@@ -30,7 +30,8 @@ _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.
 def read_config(model: str, changes: Sequence[tuple[str, str]]) -> PretrainedConfig:
     """The configuration of a folder, a file or a model type, with some fields changed.
 
-    Raises BadTraining (GA418) for a model that is none of these, and for a field it does not have.
+    Raises BadTraining (GA418) for a model that is none of these, for a field it does not have, and
+    for a value that the field does not take.
     """
     path = Path(model)
     try:
@@ -53,7 +54,14 @@ def read_config(model: str, changes: Sequence[tuple[str, str]]) -> PretrainedCon
                 what=f"a `{config.model_type}` has no field `{name}`",
                 help_line=f"--set {' | '.join(close or sorted(fields)[:8])}=...",
             )
-        setattr(config, name, _parsed(text))
+        try:
+            setattr(config, name, _parsed(text))
+        except Exception as error:  # of the library's checks of types, or of a property
+            raise BadTraining(
+                what=f"`{name}` of a `{config.model_type}` can not be {text!r}",
+                why=(str(error).strip().splitlines() or [type(error).__name__])[-1].strip(),
+                help_line=f"--set {name}={getattr(config, name)}",
+            ) from error
     return config
 
 

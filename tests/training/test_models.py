@@ -49,6 +49,13 @@ def test_fields_are_numbers_words_and_truths() -> None:
         ),
         (
             "gpt2",
+            [("n_layer", "many")],
+            "error[GA418]: `n_layer` of a `gpt2` can not be 'many'\n"
+            "  why:  TypeError: Field 'n_layer' expected int, got str (value: 'many')\n"
+            "  help: --set n_layer=12\n",
+        ),
+        (
+            "gpt2",
             [("n_layers", "2")],
             "error[GA418]: a `gpt2` has no field `n_layers`\n  help: --set n_layer",
         ),
