@@ -18,11 +18,15 @@ from torch.optim.lr_scheduler import LRScheduler
 from graphaccel.errors import GraphMisuse
 from graphaccel.runtime.module import original_class
 from graphaccel.runtime.parameters.layout import ShardLayout
+from graphaccel.runtime.parameters.optimizer_copy import inner_optimizers, state_of_all
 from graphaccel.runtime.parameters.remote import RemoteTensor
 from graphaccel.runtime.parameters.sharded import ShardTensor
 from graphaccel.runtime.session import Session
 
 Optimizer = torch.optim.Optimizer
+
+OF_ALL = ""
+"""In the place of a parameter's name: what an optimizer's state has under names of its own."""
 
 OF_THE_RUN = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
 """Settings of a parameter group that say how a step is computed: not restored."""
@@ -44,9 +48,23 @@ class Contents:
     with_weights: bool = True
 
     @property
-    def session(self) -> Session | None:
-        """Of the plan of the model; None before it has one."""
-        return getattr(getattr(self.models["model"], "graphaccel", None), "session", None)
+    def sessions(self) -> dict[str, Session]:
+        """Of the models that have a plan, by name."""
+        handles = {k: getattr(model, "graphaccel", None) for k, model in self.models.items()}
+        known = {k: getattr(handle, "session", None) for k, handle in handles.items()}
+        return {k: session for k, session in known.items() if session is not None}
+
+    def scales(self) -> dict[str, tuple[float, int]]:
+        """The loss scale of each model that has one, and the good steps since it changed."""
+        known = {name: session.scale for name, session in self.sessions.items()}
+        return {k: (float(s.factor), int(s.good_steps)) for k, s in known.items() if s is not None}
+
+    def set_scales(self, scales: Mapping[str, tuple[float, int]]) -> None:
+        """Give them back."""
+        for name, session in self.sessions.items():
+            if session.scale is not None and name in scales:
+                session.scale.factor.fill_(scales[name][0])
+                session.scale.good_steps.fill_(scales[name][1])
 
     def weights(self) -> dict[str, Tensor]:
         """Parameters and persistent buffers of all models: the tensors themselves, so that a write
@@ -95,12 +113,19 @@ class Contents:
         return results
 
     def names(self, optimizer: Optimizer) -> list[list[str]]:
-        """Names of an optimizer's parameters, by group; those in no model get one of the group."""
-        known: dict[int, str] = {}
-        for model in reversed(list(self.models.values())):
-            known |= {id(p): name for name, p in model.named_parameters()}
+        """Names of an optimizer's parameters, by group; those in no model get one of the group, and
+        a name that two models have is the first one's."""
+        known: dict[int, tuple[str, str]] = {}
+        for of, model in reversed(list(self.models.items())):
+            known |= {id(p): (of, name) for name, p in model.named_parameters()}
+        taken: dict[str, int] = {}
+
+        def named(p: Tensor, otherwise: str) -> str:
+            of, name = known.get(id(p), ("", otherwise))
+            return name if taken.setdefault(name, id(p)) == id(p) else f"{of}:{name}"
+
         return [
-            [known.get(id(p), f"group {g} parameter {i}") for i, p in enumerate(group["params"])]
+            [named(p, f"group {g} parameter {i}") for i, p in enumerate(group["params"])]
             for g, group in enumerate(optimizer.param_groups)
         ]
 
@@ -111,11 +136,21 @@ class Contents:
 
     def layouts(self) -> dict[int, ShardLayout]:
         """Identity of a parameter → the layout of its optimizer state, where that is sharded."""
-        session = self.session
-        if session is None:
-            return {}
-        named = dict(self.models["model"].named_parameters(remove_duplicate=False))
-        return {id(named[name]): layout for name, layout in session.states.items()}
+        results: dict[int, ShardLayout] = {}
+        for of, session in self.sessions.items():
+            named = dict(self.models[of].named_parameters(remove_duplicate=False))
+            results |= {id(named[name]): layout for name, layout in session.states.items()}
+        return results
+
+    def on_host(self) -> frozenset[int]:
+        """Identities of parameters whose optimizer state the plan keeps on the host."""
+        results: set[int] = set()
+        for of in self.sessions:
+            handle: Any = getattr(self.models[of], "graphaccel", None)
+            plan = handle.plan
+            if plan is not None and "optimizer" in plan.offload:
+                results |= {id(p) for p in self.models[of].parameters()}
+        return frozenset(results)
 
     def states(self) -> tuple[dict[str, Tensor], dict[str, dict[str, dict[str, Any]]]]:
         """The optimizers' state on this rank: tensors by name, and plain values by the names of
@@ -124,12 +159,14 @@ class Contents:
         plain: dict[str, dict[str, dict[str, Any]]] = {name: {} for name in self.optimizers}
         layouts = self.layouts()
         for name, optimizer in self.optimizers.items():
+            if of_all := state_of_all(optimizer):
+                plain[name][OF_ALL] = of_all
             for parameter, p in self.parameters(optimizer).items():
                 for key, value in optimizer.state.get(p, {}).items():
                     if isinstance(value, Tensor):
                         full = state_name(name, parameter, key)
                         tensors[full] = _shard(value, layouts.get(id(p)))
-                    else:
+                    elif not isinstance(p, RemoteTensor):
                         plain[name].setdefault(parameter, {})[key] = value
         return tensors, plain
 
@@ -148,6 +185,20 @@ class Contents:
 def state_name(optimizer: str, parameter: str, key: str) -> str:
     """The name of a tensor of optimizer state in a checkpoint."""
     return f"{optimizer}.state.{parameter}.{key}"
+
+
+def with_inner(optimizers: Mapping[str, Optimizer]) -> dict[str, Optimizer]:
+    """These, and optimizers that they hold (as Lookahead does), as `optimizer.inner`."""
+    results = dict(optimizers)
+    left = list(optimizers.items())
+    while left:
+        name, optimizer = left.pop()
+        for where, inner in inner_optimizers(optimizer).items():
+            known = any(inner is one for one in results.values())
+            if not known and inner.state is not optimizer.state:
+                results[f"{name}.{where}"] = inner
+                left.append((f"{name}.{where}", inner))
+    return results
 
 
 def plain_state(model: nn.Module) -> Mapping[str, Any]:
@@ -181,16 +232,16 @@ def target(
 
 @dataclass(frozen=True)
 class Target:
-    """Where optimizer state belongs. on_host: the plan keeps it there."""
+    """Where optimizer state belongs. on_host: the parameters of which the plan keeps it there."""
 
     layouts: Mapping[int, ShardLayout]
-    on_host: bool
+    on_host: frozenset[int]
 
     def device(self, optimizer: Optimizer, p: Tensor, key: str, shape: torch.Size) -> Any:
         """The device of one tensor of it: as `Optimizer.load_state_dict` chooses."""
         group = next(g for g in optimizer.param_groups if any(q is p for q in g["params"]))
         counts = key == "step" and not (group.get("capturable") or group.get("fused"))
-        return "cpu" if counts or (self.on_host and len(shape) > 0) else p.device
+        return "cpu" if counts or (id(p) in self.on_host and len(shape) > 0) else p.device
 
 
 def _shard(value: Tensor, layout: ShardLayout | None) -> Tensor:

@@ -6,13 +6,14 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from graphaccel.checkpoint.contents import (
+    OF_ALL,
     OF_THE_RUN,
     Contents,
     Target,
@@ -206,7 +207,8 @@ def _restore(
     _set_states(contents, states, state["values"])
     _set_groups(contents, state["groups"])
     contents.set_extra_states(state["extra"])
-    _set_scale(contents, state["scale"])
+    scale = state["scale"]  # of the model alone
+    contents.set_scales(state.get("scales", {} if scale is None else {"model": scale}))
     set_random_states(random)
     _name_what_is_left_out(checkpoint, contents, state)
     return dict(state["more"])
@@ -235,7 +237,11 @@ def _name_what_is_left_out(
     saved = dict.fromkeys(name for kind in ("groups", "objects", "extra") for name in state[kind])
     if out := [name for name in saved if name not in given and given > {*contents.models}]:
         own = ["optimizer"] if "optimizer" in {*out, *contents.optimizers} else []
-        named = [f"{name}={name}" for name in dict.fromkeys([*given, *out]) if name not in RESERVED]
+        named = [
+            f"{name}={name}"
+            for name in dict.fromkeys([*given, *out])
+            if name not in RESERVED and "." not in name  # inside of another optimizer
+        ]
         call = ", ".join(["graphaccel.load(folder", "model", *own, *sorted(named)]) + ")"
         what = f"{', '.join(out)} of {checkpoint.folder}, not loaded: {call}"
         progress("left out", what, 0.0)
@@ -309,10 +315,7 @@ def _targets(
     by the names of optimizer, parameter and value."""
     targets = local(contents.weights())
     states: dict[str, dict[str, dict[str, Tensor]]] = {}
-    session = contents.session
-    handle = getattr(contents.models["model"], "graphaccel", None)
-    plan = None if session is None or handle is None else handle.plan
-    where = Target(contents.layouts(), plan is not None and "optimizer" in plan.offload)
+    where = Target(contents.layouts(), contents.on_host())
     for name, optimizer in contents.optimizers.items():
         prefix = f"{name}.state."
         parameters = contents.parameters(optimizer)
@@ -334,6 +337,8 @@ def _set_states(
 ) -> None:
     """Give the loaded state to the optimizers."""
     for name, optimizer in contents.optimizers.items():
+        for key, value in values.get(name, {}).get(OF_ALL, {}).items():
+            cast("dict[Any, Any]", optimizer.state)[key] = value
         for parameter, p in contents.parameters(optimizer).items():
             tensors = states[name].get(parameter, {})
             plain = values.get(name, {}).get(parameter, {})
@@ -356,10 +361,3 @@ def _set_groups(contents: Contents, groups: Mapping[str, Any]) -> None:
                     group[key].copy_(value)
                 else:
                     group[key] = value
-
-
-def _set_scale(contents: Contents, scale: tuple[float, int] | None) -> None:
-    session = contents.session
-    if session is not None and session.scale is not None and scale is not None:
-        session.scale.factor.fill_(scale[0])
-        session.scale.good_steps.fill_(scale[1])

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from graphaccel.checkpoint.contents import Contents, local
+from graphaccel.checkpoint.contents import Contents, local, with_inner
 from graphaccel.checkpoint.of_rank import own_values
 from graphaccel.checkpoint.random_state import random_states
 from graphaccel.checkpoint.saver import Saver, saver_of
@@ -171,7 +171,8 @@ def contents_of(
             help_line="graphaccel.optimize(model, optimizer, example_batch=batch)",
         )
     own = {} if optimizer is None else {"optimizer": optimizer}
-    return Contents({"model": model, **models}, own | optimizers, objects, values, weights)
+    all_optimizers = with_inner(own | optimizers)
+    return Contents({"model": model, **models}, all_optimizers, objects, values, weights)
 
 
 def _check(step: int, keep: int | None, every: int | None) -> None:
@@ -214,8 +215,7 @@ def _copied(
         name: {k: v for result in reversed(others) for k, v in result[name].items()}
         for name in plain
     }
-    session = contents.session
-    scale = None if session is None else session.scale
+    scales = contents.scales()
     state = {
         "groups": contents.groups(),
         "classes": contents.classes(),
@@ -223,7 +223,8 @@ def _copied(
         "extra": contents.extra_states(),
         "objects": saver.together.here(contents.object_states, lambda _, c: GraphMisuse(what=c)),
         "more": dict(contents.values),
-        "scale": None if scale is None else (float(scale.factor), int(scale.good_steps)),
+        "scale": scales.get("model"),  # earlier versions read this one
+        "scales": scales,
     }
     content = saver.together.here(lambda: _plain_file(state), partial(not_saved, root, step))
     own = as_file({**random_states(), **own_values(saver.together, state)})

@@ -77,7 +77,7 @@ def _is_dependent(
             return True
     _, built = _stepped(optimizer, settings, like, (1.0, 1.0))
     for parameter, state in built.state.items():
-        for key, value in state.items():
+        for key, value in state.items() if isinstance(parameter, Tensor) else ():
             if isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape:
                 full.add((like.dim(), key))
     return False

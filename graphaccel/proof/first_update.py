@@ -75,7 +75,7 @@ class FirstUpdate:
             known.clip(s.whole.grad for s in samples if s.whole.grad is not None)
         drawn = torch.get_rng_state()
         try:
-            settings = {id(s.group): _settings(s.group) for s in samples}
+            settings = {id(s.group): s.group for s in samples}
             groups = [
                 {**own, "params": [s.whole for s in samples if id(s.group) == key]}
                 for key, own in settings.items()
@@ -155,9 +155,3 @@ def _refused(optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> str:
             described = getattr(hook, "__qualname__", type(hook).__name__)
             return f"the hook `{described}` may change what the step does"
     return ""
-
-
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """A group's settings, for a copy that may change them."""
-    own = {k: v for k, v in group.items() if k != "params"}
-    return {k: v.clone() if torch.is_tensor(v) else v for k, v in own.items()}

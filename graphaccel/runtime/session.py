@@ -27,6 +27,7 @@ from graphaccel.runtime.init_tape import InitTape
 from graphaccel.runtime.loss_scale import LossScale
 from graphaccel.runtime.mesh import Mesh
 from graphaccel.runtime.parameters.layout import ShardLayout
+from graphaccel.runtime.parameters.optimizer_copy import leave_values
 from graphaccel.runtime.parameters.remote import Elsewhere, RemoteTensor
 from graphaccel.runtime.parameters.sharded import ShardTensor, local_of
 from graphaccel.runtime.parameters.swap import forget_graphs, swap
@@ -126,7 +127,7 @@ class Session:
             if not self.holds(name) and not isinstance(parameter, RemoteTensor):
                 _make_remote(parameter, self.mesh, self._elsewhere(name, shared))
                 if optimizer is not None:
-                    optimizer.state.pop(parameter, None)
+                    leave_values(optimizer, parameter)
         for module_name, module in self.model.named_modules():
             for name, buffer in list(module.named_buffers(recurse=False)):
                 full = f"{module_name}.{name}" if module_name else name

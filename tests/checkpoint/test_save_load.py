@@ -176,6 +176,68 @@ def test_extra_states_and_optimizers_with_plain_values(tmp_path: Path) -> None:
     assert all(map(torch.equal, first["old_dirs"], second["old_dirs"]))
 
 
+def test_one_optimizer_of_two_models_with_the_same_names(tmp_path: Path) -> None:
+    def both() -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
+        one, two = nn.Linear(3, 3), nn.Linear(3, 3)
+        return one, two, torch.optim.Adam([*one.parameters(), *two.parameters()])
+
+    one, two, optimizer = both()
+    (one(torch.ones(3)).sum() + 2 * two(torch.ones(3)).sum()).backward()
+    optimizer.step()
+    graphaccel.save(tmp_path, one, optimizer, step=1, second=two)
+    third, fourth, other = both()
+    graphaccel.load(tmp_path, third, other, second=fourth)
+    for p, q in zip(
+        [*one.parameters(), *two.parameters()], other.param_groups[0]["params"], strict=True
+    ):
+        assert torch.equal(optimizer.state[p]["exp_avg"], other.state[q]["exp_avg"])
+
+
+class _Around(torch.optim.Optimizer):
+    """As Lookahead: steps others, and goes half of the way back in every second step."""
+
+    def __init__(self, parts: list[torch.optim.Optimizer]) -> None:
+        super().__init__([g for part in parts for g in part.param_groups], {})
+        self.parts = parts
+        self.state["count"] = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for part in self.parts:
+            part.step()
+        self.state["count"] += 1
+        for p in [p for group in self.param_groups for p in group["params"]]:
+            slow = self.state[p].setdefault("slow", p.detach().clone())
+            if self.state["count"] % 2 == 0:
+                p.copy_(slow.lerp_(p, 0.5))
+
+
+def _around() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    parts = [torch.optim.Adam([model.weight], 0.1), torch.optim.SGD([model.bias], 0.1, 0.9)]
+    return model, _Around(parts)
+
+
+def _trained(run: tuple[nn.Module, torch.optim.Optimizer], steps: int) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        loss = run[0](torch.ones(2, 4)).square().mean()
+        loss.backward()
+        run[1].step()
+        run[1].zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_optimizers_within_another_and_state_of_no_parameter(tmp_path: Path) -> None:
+    run, other = _around(), _around()
+    _trained(run, 3)
+    graphaccel.save(tmp_path, *run, step=3)
+    graphaccel.load(tmp_path, *other)
+    assert _trained(other, 3) == _trained(run, 3)
+
+
 # --- in the background ----------------------------------------------------------------------------
 
 

@@ -22,6 +22,39 @@ class Noisy(TwoSided):
                 p += torch.randn_like(p)
 
 
+class Counted(TwoSided):
+    """Counts in a tensor and a list of its group, in a tensor of its own, and under a name in its
+    state."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        self.count = torch.zeros(())
+        self.param_groups[0] |= {"count": torch.zeros(()), "steps": []}
+        self.state["count"] = [0]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.count += 1
+        self.state["count"][0] += 1
+        for group in self.param_groups:
+            group["count"] += 1
+            group["steps"].append(1)
+            for p in group["params"]:
+                p -= p.grad * group["lr"] / (group["count"] + self.state["count"][0])
+
+
+class InParts(torch.optim.Optimizer):
+    """Steps a list of other optimizers."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+        self.parts = [Counted([p], lr) for p in self.param_groups[0]["params"]]
+
+    def step(self, closure: Any = None) -> None:
+        for part in self.parts:
+            part.step()
+
+
 def _of(kind: type, bias: bool = False) -> Any:
     return coupling_of(kind(nn.Linear(3, 4, bias=bias).parameters(), lr=0.1))
 
@@ -56,3 +89,19 @@ def test_what_cannot_be_stepped_is_unknown() -> None:
     assert coupling_of(noisy).unknown == "its step draws random numbers"
     assert torch.equal(before, torch.get_rng_state())
     assert "closure" in _of(torch.optim.LBFGS).unknown
+
+
+def test_counts_of_the_optimizer_are_left_as_they_are() -> None:
+    optimizer = Counted(nn.Linear(3, 4, bias=False).parameters(), lr=0.1)
+    known = coupling_of(optimizer)
+    assert not known.unknown
+    assert not known.dependent
+    (group,) = optimizer.param_groups
+    assert (optimizer.count, group["count"]) == (0, 0)
+    assert (optimizer.state["count"], group["steps"]) == ([0], [])
+
+
+def test_optimizers_in_a_list_are_not_stepped() -> None:
+    optimizer = InParts(nn.Linear(3, 4).parameters(), lr=0.1)
+    assert coupling_of(optimizer).unknown == "it steps another optimizer, `parts[0]`"
+    assert [part.count for part in optimizer.parts] == [0, 0]

@@ -86,6 +86,37 @@ def test_a_resumed_run_is_bitwise_the_undisturbed_one(
     assert len(optimizer.state) == len(list(model.parameters()))
 
 
+def _two(seed: int) -> list[tuple[nn.Module, torch.optim.Optimizer]]:
+    """A model and a critic, each with a plan of its own."""
+    runs = [_model(seed), _model(seed + 1)]
+    for (model, optimizer), zero in zip(runs, (1, 2), strict=True):
+        pins: Any = {"data": 2, "zero": zero, "precision": "fp16"}
+        graphaccel.optimize(model, optimizer, devices=2, example_batch=small_batch(), **pins)
+    return runs
+
+
+@captures_of("checkpoints")
+def _resume_two(folder: str) -> tuple[list[list[float]], list[list[float]], list[Any]]:
+    (model, optimizer), (critic, of_critic) = runs = _two(0)
+    critic.graphaccel.session.scale.factor.fill_(4.0)
+    for run in runs:
+        _train(*run, 0)
+    graphaccel.save(folder, model, optimizer, step=2, critic=critic, of_critic=of_critic)
+    expected = [_train(*run, 2) for run in runs]
+    (model, optimizer), (critic, of_critic) = runs = _two(5)
+    graphaccel.load(folder, model, optimizer, critic=critic, of_critic=of_critic)
+    scales = [model.graphaccel.loss_scale, critic.graphaccel.loss_scale]
+    return expected, [_train(*run, 2) for run in runs], scales
+
+
+def test_of_several_models_each_has_its_shards_and_its_loss_scale(
+    pool: Pool, tmp_path: Path
+) -> None:
+    for expected, got, scales in pool.run(2, _resume_two, str(tmp_path)):
+        assert got == expected
+        assert scales[1] == 4.0 < scales[0]
+
+
 def _train_while_saving(folder: str) -> tuple[int, str]:
     """Rank 0 has written its part before its next step, rank 1 writes after that step."""
     model, _ = _model(0)

@@ -91,7 +91,23 @@ class PackedState(TwoSided):
                     p -= group["lr"] * p.grad
 
 
-OWN = {"TwoSided": TwoSided, "ByNorm": ByNorm, "PackedState": PackedState}
+class Flagged(TwoSided):
+    """Says of each parameter, when it is built, how it is stepped, and reads that of all."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["by_norm"] = p.dim() == 2
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        group = self.param_groups[0]
+        for p in [p for p in group["params"] if self.state[p]["by_norm"]]:
+            if p.grad is not None:
+                p -= group["lr"] * p.grad / p.grad.norm()
+
+
+OWN = {"TwoSided": TwoSided, "Flagged": Flagged, "ByNorm": ByNorm, "PackedState": PackedState}
 
 
 def _optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
@@ -167,7 +183,7 @@ def _stepped(name: str) -> list[float]:
     return furthest
 
 
-@pytest.mark.parametrize("name", ["Muon", "Adafactor", "TwoSided"])
+@pytest.mark.parametrize("name", ["Muon", "Adafactor", "TwoSided", "Flagged"])
 def test_as_on_one_device(pool: Pool, name: str) -> None:
     if name not in OWN and not hasattr(torch.optim, name):
         pytest.skip(f"this torch has no {name}")
@@ -190,9 +206,9 @@ def _resumed(name: str, folder: str) -> float:
     return _furthest(plain, ours)
 
 
-@pytest.mark.parametrize("name", ["Muon", "Adafactor"])
+@pytest.mark.parametrize("name", ["Muon", "Adafactor", "Flagged"])
 def test_a_checkpoint_moves_between_plans(pool: Pool, name: str, tmp_path: Path) -> None:
-    if not hasattr(torch.optim, name):
+    if name not in OWN and not hasattr(torch.optim, name):
         pytest.skip(f"this torch has no {name}")
     assert max(pool.run(2, _resumed, name, str(tmp_path))) < 1e-12
 
