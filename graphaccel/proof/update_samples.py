@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ from graphaccel.runtime.parameters.sharded import ShardTensor
 from graphaccel.runtime.parameters.sharded_optimizer import local_part
 
 _LARGEST = {True: 2**18, False: 2**24}
-"""Elements of a parameter that is gathered: by an optimizer of shards, and by one of whole
-parameters, for whose step all are."""
+"""Elements of a parameter that is gathered for an optimizer of shards; of all that are for one of
+whole parameters, for whose step all are gathered."""
 _PART = 2**12
 """Elements of the part of a shard that is compared where its parameter is larger."""
 _MOST = 16
@@ -99,8 +100,10 @@ def chosen(optimizer: torch.optim.Optimizer, updated: Updated) -> list[Sample]:
             if known is None or parameter.numel() < known[0].numel():
                 kinds[key] = parameter, group
     some = sorted(kinds.values(), key=lambda one: one[0].numel())[:_MOST]
-    built = (_sample(optimizer, p, group, updated) for p, group in some)
-    return [sample for sample in built if sample is not None]
+    if not updated.elementwise:  # each is held whole, with gradient and state
+        sizes = accumulate(parameter.numel() for parameter, _ in some)
+        some = [one for one, size in zip(some, sizes, strict=True) if size <= _LARGEST[False]]
+    return [_sample(optimizer, p, group, updated) for p, group in some]
 
 
 def _is_dense(parameter: nn.Parameter) -> bool:
@@ -115,13 +118,11 @@ def _sample(
     parameter: nn.Parameter,
     group: dict[str, Any],
     updated: Updated,
-) -> Sample | None:
+) -> Sample:
     layout, gradient = updated.layouts.get(id(parameter)), parameter.grad
     assert gradient is not None
     part = None
-    if parameter.numel() > _LARGEST[updated.elementwise]:
-        if not updated.elementwise:
-            return None
+    if updated.elementwise and parameter.numel() > _LARGEST[True]:
         part = _first_part(parameter if layout is None else layout.local_shape)
     place = torch.device("cpu") if updated.on_host else parameter.device
 

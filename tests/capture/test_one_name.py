@@ -54,3 +54,41 @@ def test_gradients_and_statistics_are_those_of_eager_mode(
     torch.testing.assert_close(*grads)
     torch.testing.assert_close(list(ours.buffers()), list(plain.buffers()))
     assert ours.other is ours.norm
+
+
+class Bank(nn.Module):
+    """Buffers by key, as peft's VeRA shares them between its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("default", torch.randn(WIDTH, WIDTH))
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self._buffers[key]  # not through getattr
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._buffers
+
+
+class Scaled(nn.Module):
+    def __init__(self, bank: Bank) -> None:
+        super().__init__()
+        self.bank, self.scale = bank, nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.bank["default"] * self.scale if "default" in self.bank else x
+
+
+def test_buffers_that_are_read_by_key() -> None:
+    torch.manual_seed(1)
+    bank = Bank()
+    plain = nn.Sequential(Scaled(bank), nn.Tanh(), Scaled(bank)).double()
+    ours = copy.deepcopy(plain)
+    x = torch.randn(6, WIDTH, dtype=torch.float64)
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+    ours, _ = graphaccel.optimize(ours, optimizer, devices=1, loss_fn=lambda y: y.square().sum())
+    plain(x).square().sum().backward()
+    ours(x).backward()
+    grads = [[p.grad for p in model.parameters()] for model in (ours, plain)]
+    torch.testing.assert_close(*grads)
+    assert ours[0].bank is ours[2].bank

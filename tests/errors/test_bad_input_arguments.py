@@ -30,6 +30,20 @@ class Lazy(nn.Module):
         return F.cross_entropy(self.head(x), y)
 
 
+class MakesItsOwn(nn.Module):
+    """A head that the first forward makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.register_parameter("head", None)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if self.head is None:
+            self.head = nn.Parameter(torch.randn(CLASSES, x.shape[-1]))
+        return F.cross_entropy(F.linear(x, self.head) * self.scale, y)
+
+
 def _text(what: str, code: str = "GA407", why: str = "", **line: str) -> str:
     parts = [f"error[{code}]: {what}"]
     parts += [f"  why:  {why}"] if why else []
@@ -112,6 +126,24 @@ def test_parameters_without_a_shape() -> None:
     graphaccel.optimize(model, used_optimizer(model), example_batch=batch, devices=1)
     model(*batch).backward()
     assert model.head.weight.grad is not None
+
+
+def test_a_parameter_that_the_first_forward_makes() -> None:
+    text = _text(
+        "`head`, which the first forward makes, is not supported",
+        "GA208",
+        "the plan places, and the optimizer steps, what the model has before it",
+        line="model(batch)  # once, before the optimizer is made and optimize() is called",
+    )
+    model, batch = MakesItsOwn(), small_batch()
+    with pytest.raises(errors.Unsupported) as caught:
+        graphaccel.optimize(model, example_batch=batch)
+    assert str(caught.value) == text
+    assert model.head is None
+    model(*batch)
+    graphaccel.optimize(model, used_optimizer(model), example_batch=batch, devices=1)
+    model(*batch).backward()
+    assert model.head.grad is not None
 
 
 def test_a_compiled_model() -> None:

@@ -123,6 +123,15 @@ def test_what_is_refused_when_it_is_defined() -> None:
         fusion(type("taken_name", (), dict(DOUBLED)))
 
 
+def test_a_definition_leaves_the_random_state() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 + torch.rand_like(x) * 0
+
+    drawn = torch.get_rng_state()
+    fusion(type("draws_a_number", (), {**DOUBLED, "forward": forward}))
+    assert torch.equal(torch.get_rng_state(), drawn)
+
+
 def test_a_failing_kernel_is_named() -> None:
     def forward(x: torch.Tensor) -> torch.Tensor:
         if x.shape[-1] == 99:

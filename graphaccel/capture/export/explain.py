@@ -148,6 +148,8 @@ def _without_graph(error: Exception, where: str, location: Location | None) -> C
     """The CaptureRefused for what has no graph."""
     reason = next((line.strip() for line in str(error).splitlines() if line.strip()), repr(error))
     reason, line = re.sub(r"\s+", " ", reason)[:300], ""
+    if isinstance(error, LookupError):  # its text may be a key alone
+        reason = f"{type(error).__name__}: {reason}"
     frames = traceback.extract_tb(error.__traceback__)
     inside = next((i for i, f in enumerate(frames) if f.filename.endswith(TRANSFORMS)), 0)
     if isinstance(error, WrittenWithoutGrad):

@@ -8,7 +8,7 @@ reads and writes of the stand-in go to the module.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,5 +46,20 @@ def _stand_in(module: nn.Module) -> nn.Module:
 
     built = kind.__new__(type(kind.__name__, (kind,), {"__getattr__": read, "__setattr__": write}))
     built.__dict__.update(module.__dict__)
-    built.__dict__.update(_parameters=dict(module._parameters), _buffers={})
+    buffers = _Lookups(module._buffers)
+    built.__dict__.update(_parameters=dict(module._parameters), _buffers=buffers)
     return built
+
+
+class _Lookups(dict[str, Any]):
+    """Buffers of another module, found by name (`self._buffers[key]`) and listed nowhere."""
+
+    def __init__(self, known: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._known = known
+
+    def __getitem__(self, name: str) -> Any:
+        return self._known[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._known

@@ -42,7 +42,7 @@ from graphaccel.capture.state.successive import UNLIKELY, Passes, comparable
 from graphaccel.compat.torch.export import exporting
 from graphaccel.compat.torch.fakes import FakeTensor
 from graphaccel.compat.torch.modules import conversions_checked
-from graphaccel.errors import DrawnOutside, GraphAccelError, StateFrozen
+from graphaccel.errors import DrawnOutside, GraphAccelError, StateFrozen, Unsupported
 from graphaccel.errors.messages import Location
 from graphaccel.guards.effects import output_dropped
 from graphaccel.guards.lines import location
@@ -77,11 +77,12 @@ def observe(fresh: Callable[[], nn.Module], batch: Batch, loss_fn: LossFn, many:
     Raises:
         StateFrozen: the forward reads what an earlier one wrote, or seeds torch's generator
             (GA106), with the line.
+        Unsupported: it registers a parameter or buffer that was not there before (GA208).
         DrawnOutside: it draws from a generator of Python's or NumPy's (GA107), with the line.
     """
     with _generators_restored():
         model = _few(fresh(), many)
-        entries = entries_of(model)
+        entries, registered = entries_of(model), _registered(model)
         called = (loss_fn,) if callable(loss_fn) else ()
         with recorded(objects_of(model, *called)) as reads, output_dropped(reads.note):
             ops = Ops()
@@ -89,6 +90,7 @@ def observe(fresh: Callable[[], nn.Module], batch: Batch, loss_fn: LossFn, many:
             if run is _exported:
                 _exported(model, batch, loss_fn, ops)
             run_rules(model, reads, ops)
+        _refuse_new(_registered(model) - registered)
         if run is _run and reads.seeds:
             raise _seeds(model, reads.seeds[0])
         entered = changed_entries(entries, entries_of(model))
@@ -98,8 +100,7 @@ def observe(fresh: Callable[[], nn.Module], batch: Batch, loss_fn: LossFn, many:
             raise asks_outside(f"{type(model).__name__}.forward", reads.questions[0])
         reads.copies.append(model)
         reads.roots |= {"loss_fn": loss_fn} if called else {}
-        numbers = [leaf.values for leaf in batch.leaves if isinstance(leaf, CallNumber)]
-        reads.roots |= {ARGUMENTS: numbers[-1]} if numbers else {}
+        reads.roots.update((ARGUMENTS, n.values) for n in batch.leaves if isinstance(n, CallNumber))
         result = places(model, reads)
         _refuse_left_outside(result, ops)
         refuse_iterators(result.values())
@@ -127,6 +128,20 @@ def observe(fresh: Callable[[], nn.Module], batch: Batch, loss_fn: LossFn, many:
                 module=f"{type(model).__name__}.forward", generator=watch.drew, location=line
             )
         return _observed(watch, reads, watch.written(), forward, model, fresh, entered)
+
+
+def _registered(model: nn.Module) -> set[str]:
+    return {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+
+
+def _refuse_new(names: set[str]) -> None:
+    """Raises Unsupported (GA208) where a forward registers these."""
+    if names:
+        raise Unsupported(
+            what=f"`{min(names)}`, which the first forward makes,",
+            reason="the plan places, and the optimizer steps, what the model has before it",
+            help_line="model(batch)  # once, before the optimizer is made and optimize() is called",
+        )
 
 
 def _observed(
