@@ -190,6 +190,8 @@ class Answers(TorchFunctionMode):
         """Remember how a result was made."""
         if not isinstance(result, torch.Tensor) or result.device.type == "meta":
             return
+        if result.is_inference():  # writes to it are not counted
+            return
         if all(isinstance(n, int) for n in result.shape) and result.numel() <= _LARGEST:
             sources = {n: source for one in known for n, source in one.sources.items()}
             self._known[id(result)] = KnownTensor(result, call, sources)
