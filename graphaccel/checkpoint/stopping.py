@@ -72,6 +72,10 @@ def end_stopped(step: int, folder: Path, rank: int) -> NoReturn:
             f"graphaccel: asked to stop: step {step} is saved in {folder}; exit code {STOPPED}",
             file=sys.stderr,
         )
+    if threading.current_thread() is threading.main_thread():
+        # Another rank may have been asked first: what arrives while Python ends would end this one
+        # by the signal, and have the launcher start all of them again.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     file_name = os.environ.get(STOPPED_FILE)
     if file_name is None:
         sys.exit(STOPPED)

@@ -1,0 +1,40 @@
+"""A process that ends because it was asked to stop."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from graphaccel.checkpoint.stopping import end_stopped
+from graphaccel.runtime.launch import STOPPED, STOPPED_FILE
+
+
+@pytest.fixture(autouse=True)
+def _handler() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_a_later_request_does_not_end_it_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python takes handlers of its own away when it ends, and leaves signals that are ignored."""
+    monkeypatch.setenv(STOPPED_FILE, str(tmp_path / "stopped"))
+    with pytest.raises(SystemExit) as ended:
+        end_stopped(3, tmp_path, 0)
+    assert ended.value.code == 0
+    assert (tmp_path / "stopped").exists()
+    signal.raise_signal(signal.SIGTERM)  # nothing happens
+
+
+def test_without_a_launcher_it_has_an_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(STOPPED_FILE, raising=False)
+    with pytest.raises(SystemExit) as ended:
+        end_stopped(3, tmp_path, 1)
+    assert ended.value.code == STOPPED
