@@ -137,7 +137,8 @@ class Answers(TorchFunctionMode):
         for name, buffer in model.named_buffers(remove_duplicate=False) if buffers else ():
             if name in buffers:
                 source = {name: (buffer, version(buffer))}
-                value = buffers[name].to("cpu")
+                with outside_modes():  # or a copy becomes a constant of the graph
+                    value = buffers[name].to("cpu")
                 self._known[id(buffer)] = KnownTensor(buffer, None, source, value)
 
     def __torch_function__(
