@@ -51,8 +51,7 @@ def first_update(
 def _can_be_compared(optimizer: Optimizer, keys: StateKeys | None) -> bool:
     """Whether some parameters of an optimizer, stepped by themselves, must be changed as all of
     them together change them. keys: what `state_keys` says of it."""
-    known = keys is not None or is_elementwise(optimizer)
-    if known:
+    if keys is not None or is_elementwise(optimizer):
         return True
     coupling = coupling_of(optimizer)
     return not (coupling.dependent or coupling.unknown)

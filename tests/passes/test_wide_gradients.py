@@ -1,4 +1,4 @@
-"""Gradients of weights leave matmuls in float32; other casts and products stay."""
+"""Gradients of weights leave matmuls in float32; other casts and matmuls stay."""
 
 from __future__ import annotations
 

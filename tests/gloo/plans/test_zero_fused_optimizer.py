@@ -7,25 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import graphaccel
+from tests.gloo.plans.test_first_update import WORDS, Words
 from tests.support.pool import Pool
 
 pytestmark = pytest.mark.multiprocess
-WORDS, WIDTH = 15, 8
-
-
-class Words(nn.Module):
-    """An odd number of words, so that two ranks share the columns of the table."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        scores = self.head(torch.tanh(self.embed(ids)))
-        return nn.functional.cross_entropy(scores.flatten(0, 1), ids.flatten())
 
 
 class Flat(torch.optim.Optimizer):
