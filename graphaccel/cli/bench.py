@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphaccel.cli.pin_options import add_pins, pin_grid, pin_pairs, pins_of, pins_text
-from graphaccel.cli.values import NOTHING_FITS, output_file, target
+from graphaccel.cli.values import NOTHING_FITS, contradiction_of, output_file, target
 from graphaccel.planner.plan.option_values import byte_count, positive
 
 if TYPE_CHECKING:
@@ -49,9 +49,9 @@ def add_benchmark(commands: Any) -> None:
 
 def benchmark_command(args: argparse.Namespace) -> int:
     """Run every combination of `args.sweep`; print the table. Returns 0, or 3 where no plan ran."""
-    twice = [name for name in args.sweep[0] if name in pins_of(args)]
-    if twice:
-        args.usage_error(f"--sweep says {twice[0]}: leave --{twice[0]} out")
+    twice = contradiction_of("pins", args.sweep, args)
+    if twice is not None:
+        args.usage_error(twice)
     if args.baseline is not None and args.baseline not in args.sweep:
         args.usage_error(f"--baseline {pins_text(args.baseline)} is no combination of --sweep")
     from graphaccel.cli.output import report_alone, writing

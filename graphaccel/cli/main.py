@@ -23,6 +23,7 @@ from graphaccel.cli.train import add_train
 from graphaccel.cli.values import (
     NOTHING_FITS,
     code_or_target,
+    contradiction_of,
     machines,
     output_file,
     price,
@@ -355,7 +356,10 @@ def torchrun_flags(arguments: argparse.Namespace) -> list[str]:
 
 def _plan(arguments: argparse.Namespace) -> int:
     axis, sizes = arguments.sweep or ("", ())
-    if axis == "devices" and arguments.devices is None:  # the most: what is captured is for all
+    twice = contradiction_of(axis, sizes, arguments)
+    if twice is not None:
+        arguments.usage_error(twice)
+    if axis == "devices":  # the most: what is captured is for all
         arguments.devices = max(sizes)
     if arguments.compare is None and (arguments.target is None or arguments.devices is None):
         arguments.usage_error("FILE[:FUNCTION] and --devices N are needed, or --compare FILE FILE")
@@ -391,8 +395,6 @@ def _check_sweep(arguments: argparse.Namespace) -> None:
         if getattr(arguments, option):
             flag = option.replace("_", "-")
             arguments.usage_error(f"--sweep prints several plans: leave --{flag} out")
-    if arguments.sweep[0] == "batch" and arguments.batch is not None:
-        arguments.usage_error("--sweep batch=... says the batch sizes: leave --batch out")
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -12,7 +12,7 @@ from graphaccel.planner.plan.option_values import byte_count, positive
 from graphaccel.planner.plan.pins import PINS, Pin
 
 Reader = Callable[[str], Any]
-_WORDS = {"true": True, "false": False}
+_WORDS = {"true": True, "on": True, "false": False, "off": False}
 
 
 def add_pins(parser: argparse.ArgumentParser, *, without: Collection[str] = ()) -> None:
@@ -53,10 +53,12 @@ def pin_pairs(text: str) -> dict[str, Any]:
             results[name] = _reader(pin)(value.replace("+", ","))
         elif pin is not None and pin.kind == "bytes":
             results[name] = byte_count(value)
+        elif pin is not None and pin.kind == "stages":
+            results[name] = dict(_stage(piece) for piece in value.split("+"))
+        elif pin is not None and pin.kind == "switch":
+            results[name] = _WORDS.get(value, value)
         else:
-            results[name] = (
-                int(value) if value.lstrip("-").isdecimal() else _WORDS.get(value, value)
-            )
+            results[name] = int(value) if value.lstrip("-").isdecimal() else value
     return results
 
 
@@ -64,8 +66,9 @@ def pin_grid(text: str, others: Collection[str] = ()) -> tuple[dict[str, Any], .
     """Every combination of "zero=0,1 tensor=1,2": {"zero": 0, "tensor": 1} and three more.
 
     others: names that are no pins, and could have been meant.
+    Raises argparse.ArgumentTypeError for what no pin can be, and for what is there twice.
     """
-    columns = []
+    columns: dict[str, list[Any]] = {}
     for part in text.split():
         name, _, values = part.partition("=")
         known = [each for each, pin in PINS.items() if pin.option is not None]
@@ -74,10 +77,34 @@ def pin_grid(text: str, others: Collection[str] = ()) -> tuple[dict[str, Any], .
             close = difflib.get_close_matches(name, names, cutoff=0.5) or names
             what = "is no axis of a sweep and no pin" if others else "is no pin"
             raise argparse.ArgumentTypeError(f"{name!r} {what}; there are {', '.join(close)}")
-        columns.append([pin_pairs(f"{name}={value}") for value in values.split(",")])
+        if name in columns:
+            both = f'write "{name}=..." once, with commas between its values'
+            raise argparse.ArgumentTypeError(f"{name} is there twice in {text!r}; {both}")
+        columns[name] = [_value(name, value) for value in values.split(",")]
+        check_once(name, columns[name])
     if not columns:
         raise argparse.ArgumentTypeError('nothing to sweep over; write "zero=0,1 tensor=1,2"')
-    return tuple({k: v for one in row for k, v in one.items()} for row in product(*columns))
+    return tuple(dict(zip(columns, row, strict=True)) for row in product(*columns.values()))
+
+
+def check_once(name: str, values: Sequence[Any]) -> None:
+    """Raises argparse.ArgumentTypeError for a value of an axis that is there twice."""
+    for number, value in enumerate(values):
+        if value in values[:number]:
+            raise argparse.ArgumentTypeError(f"{name}={_shown(value)} is there twice")
+
+
+def _value(name: str, text: str) -> Any:
+    """A value of an axis of `pin_grid`, which its pin can have."""
+    pin, value = PINS[name], pin_pairs(f"{name}={text}")[name]
+    if pin.kind == "count":
+        return positive(text.strip())
+    known = ("true", "false") if pin.kind == "switch" else pin.choices
+    wrong = pin.kind in ("choice", "offload", "level") and value not in known
+    if wrong or (pin.kind == "switch" and not isinstance(value, bool)):
+        listed = ", ".join(map(str, known))
+        raise argparse.ArgumentTypeError(f"{name} can not be {text.strip()!r}; it can be {listed}")
+    return value
 
 
 def pins_text(pins: Mapping[str, Any]) -> str:
@@ -88,6 +115,8 @@ def pins_text(pins: Mapping[str, Any]) -> str:
 def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
+    if isinstance(value, Mapping):
+        value = [f"{module}={stage}" for module, stage in value.items()]
     return "+".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
 
 

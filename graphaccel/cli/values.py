@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from graphaccel.cli.pin_options import pin_grid
+from graphaccel.cli.pin_options import check_once, option_of, pin_grid, pins_of
 from graphaccel.errors import error_classes
 from graphaccel.planner.plan.option_values import positive
 
@@ -38,7 +39,19 @@ def sweep_sizes(text: str) -> tuple[str, tuple[Any, ...]]:
     axis, _, sizes = text.partition("=")
     if axis not in SWEEP_AXES:
         return "pins", pin_grid(text, SWEEP_AXES)
-    return axis, tuple(positive(size) for size in sizes.split(","))
+    if " " in sizes.strip():
+        raise argparse.ArgumentTypeError(f"{axis} is swept alone; pin the rest:  --zero 1")
+    listed = tuple(positive(size.strip()) for size in sizes.split(","))
+    check_once(axis, listed)
+    return axis, listed
+
+
+def contradiction_of(axis: str, sizes: Sequence[Any], args: argparse.Namespace) -> str | None:
+    """What to say of an option that fixes what a sweep varies; None where there is none."""
+    fixed = [option_of(name) for name in pins_of(args) if axis == "pins" and name in sizes[0]]
+    if axis in ("devices", "batch") and getattr(args, axis) is not None:
+        fixed.append(f"--{axis}")
+    return f"--sweep says {fixed[0].lstrip('-')}: leave {fixed[0]} out" if fixed else None
 
 
 def price(text: str) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 
 from graphaccel.capture.batch import Batch, resized, sequence_leaves, sequence_matrices
 from graphaccel.compiler.compiler import Compiler, Planned
-from graphaccel.errors import GraphAccelError, GraphMisuse
+from graphaccel.errors import BadPin, GraphAccelError, GraphMisuse
 from graphaccel.planner.cluster.cluster import Cluster
 
 
@@ -51,8 +51,14 @@ def sweep(
                 given = resize(size)
             yield Point(size, own.choose(given))
         except GraphAccelError as error:
-            first = str(error).splitlines()[0].removeprefix(f"error[{error.code}]: ")
-            yield Point(size, None, f"{error.code}: {first}")
+            yield Point(size, None, f"{error.code}: {_said(error)}")
+
+
+def _said(error: GraphAccelError) -> str:
+    """An error in one line of a table."""
+    if isinstance(error, BadPin):
+        return f"{error.pin}={error.value}: {error.reason}"
+    return error.message().sentence
 
 
 def _sequence(compiler: Compiler, batch: Batch) -> Callable[[int], Batch]:

@@ -43,6 +43,11 @@ def test_combinations_are_in_order() -> None:
         {"zero": 1, "recompute": "none"}, {"zero": 1, "recompute": "all"},
     )  # fmt: skip
     assert pins_text({"zero": 1, "sequence": False}) == "zero 1, sequence off"
+    stages = pin_grid("stage_of=h.3=1,h.2=1 sequence=on,false bucket_bytes=1MiB compile=off")
+    assert stages[0] == {
+        "stage_of": {"h.3": 1}, "sequence": True, "bucket_bytes": 2**20, "compile": "off"
+    }  # fmt: skip
+    assert pins_text(stages[3]).startswith("stage_of h.2=1, sequence off")
 
 
 @pytest.mark.parametrize(
@@ -51,6 +56,14 @@ def test_combinations_are_in_order() -> None:
         (["plan", "words.py:job", "--sweep", "zerro=0,1"], "there are zero"),
         (["bench", "words.py:job", "--sweep", "zero"], "'zero=' is not like"),
         (["bench", "words.py:job", "--sweep", " "], "nothing to sweep over"),
+        (["bench", "words.py:job", "--sweep", "zero=0 zero=1"], "zero is there twice"),
+        (["bench", "words.py:job", "--sweep", "zero=0,1,0"], "zero=0 is there twice"),
+        (["bench", "words.py:job", "--sweep", "zero=0,9"], "'9'; it can be 0, 1, 2, 3"),
+        (["bench", "words.py:job", "--sweep", "zero=0..3"], "zero can not be '0..3'"),
+        (["bench", "words.py:job", "--sweep", "tensor=1,1.5"], "'1.5' is not a whole number"),
+        (["bench", "words.py:job", "--sweep", "precision=fp7"], "it can be fp32, bf16"),
+        (["bench", "words.py:job", "--sweep", "offload=x"], "it can be none, optimizer"),
+        (["bench", "words.py:job", "--sweep", "sequence=maybe"], "it can be true, false"),
         (["bench", "words.py:job", "--sweep", "zero=0,1", "--zero", "1"], "leave --zero out"),
         (["bench", "words.py:job", "--sweep", "zero=0,1", "--baseline", "zero=2"], "zero 2 is no"),
     ],
@@ -73,6 +86,8 @@ def test_pins_are_planned_side_by_side(folder: Path, capsys: pytest.CaptureFixtu
     assert ["tensor 2" in row["plan"] for row in rows] == [False, True, False, False]
     assert "data 2" in rows[2]["plan"]
     assert rows[3]["reason"].startswith("GA2")
+    assert cli.main(["plan", "words.py:job", "--sweep", "tensor=3", *sweep[2:]]) == 3
+    assert "2 devices can not be shared evenly by 3" in capsys.readouterr().out
 
 
 @pytest.mark.multiprocess
