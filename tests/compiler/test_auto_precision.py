@@ -18,7 +18,7 @@ from graphaccel.planner.plan.prediction import Prediction
 from graphaccel.planner.search.record import Record
 from tests.support.gpt import GPT
 
-H100 = cluster("h100-80gb", 4)
+H100 = cluster("h100-80gb", 2)
 
 
 def test_what_the_device_runs_faster_is_compared() -> None:
@@ -65,7 +65,7 @@ def test_where_nothing_can_be_planned_the_first_reason_is_raised() -> None:
 def test_the_plan_is_that_of_the_precision_pinned() -> None:
     """Also what the record has, which explains the plan."""
     with torch.device("meta"):
-        module = GPT(layers=2, width=256)
+        module = GPT(layers=1, width=128)
         ids = torch.empty(16, 64, dtype=torch.int64)
     batch = as_batch({"input_ids": ids, "labels": torch.empty_like(ids)})
     compiler, record = Compiler(Model(module, None, 2.0), H100, {"precision": "auto"}), Record()

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 
 from graphaccel.errors import GraphMisuse
 from graphaccel.integrations.accelerate import Accelerator
-from tests.integrations.test_trainer import CLOSE, PLANS, Lines, gpt2
+from tests.integrations.test_trainer import CLOSE, GPT2, PLANS, Lines, gpt2
+from tests.support.captures import captures_of
 from tests.support.pool import Pool
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.filterwarnings("ignore")]
@@ -57,6 +58,7 @@ def script(accelerator: Any, folder: str, resume: str | None = None) -> list[flo
     return losses
 
 
+@captures_of(GPT2)
 def _planned(plan: dict[str, Any], other: dict[str, Any], root: str) -> list[Any]:
     losses = script(Accelerator(gradient_accumulation_steps=2, optimize=plan), f"{root}/whole")
     resumed = Accelerator(gradient_accumulation_steps=2, optimize=other)

@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import graphaccel
 from graphaccel.integrations.transformers import Trainer
 from tests.integrations.test_trainer import PLANS, WORDS, Lines, apart, arguments, gpt2
+from tests.support.captures import captures_of
 from tests.support.pool import Pool
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.filterwarnings("ignore")]
@@ -58,6 +59,7 @@ def steps(model: Any, optimizer: torch.optim.Optimizer) -> list[float]:
     return losses
 
 
+@captures_of("adapters")
 def _under(pins: dict[str, Any], folder: str) -> tuple[list[float], float]:
     model = adapted()
     optimizer = torch.optim.AdamW(trained(model), lr=0.05)
@@ -127,6 +129,7 @@ def _fine_tuned(kind: type, folder: str, resume: str | None = None, **more: Any)
     return [{k: row[k] for k in ("loss", "grad_norm") if k in row} for row in rows if "loss" in row]
 
 
+@captures_of("adapters")
 def _with_trainer(plan: dict[str, Any], root: str) -> tuple[Any, Any, list[str]]:
     history = _fine_tuned(Trainer, f"{root}/planned", optimize=plan)
     torch.distributed.barrier()

@@ -15,7 +15,8 @@ from accelerate.tracking import GeneralTracker
 
 from graphaccel.integrations.accelerate import Accelerator
 from graphaccel.integrations.transformers import Trainer
-from tests.integrations.test_trainer import Lines, apart, arguments, gpt2
+from tests.integrations.test_trainer import GPT2, Lines, apart, arguments, gpt2
+from tests.support.captures import captures_of
 from tests.support.pool import Pool
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.filterwarnings("ignore")]
@@ -46,6 +47,7 @@ def _streamed(kind: type, folder: str, **more: Any) -> list[dict[str, Any]]:
     return [row for row in history if row]
 
 
+@captures_of(GPT2)
 def _planned(folder: str) -> list[dict[str, Any]]:
     return _streamed(Trainer, folder, optimize={"data": 2})
 

@@ -13,6 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 
 from graphaccel.integrations.transformers import Trainer
 from graphaccel.planner.plan.plan_name import plan_name
+from tests.support.captures import captures_of
 from tests.support.pool import Pool
 from tests.support.scripts import plans_of_two
 
@@ -23,6 +24,8 @@ pytestmark = [
 
 PLANS = plans_of_two("data", "zero3", "tensor", "pipeline")
 ROWS, LENGTH, WORDS = 40, 8, 32
+GPT2 = "GPT-2 under training loops"
+"""What tests of training loops share captures of."""
 CLOSE = 1e-7  # the model is in float64, the loss of transformers in float32
 
 
@@ -119,6 +122,7 @@ def loaded(folder: str) -> torch.Tensor:
     return logits(GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float64))
 
 
+@captures_of(GPT2)
 def _trained(plan: dict[str, Any], resumed: dict[str, Any], root: str) -> list[Any]:
     """What a rank sees of a run under `plan`, and of one that resumes in mid-run."""
     folder = f"{root}/planned"
@@ -162,6 +166,7 @@ def test_equal_to_the_plain_trainer(
     ]  # fmt: skip
 
 
+@captures_of(GPT2)
 def _last_layer(folder: str) -> list[dict[str, Any]]:
     return run(Trainer, folder, optimize=PLANS["pipeline"], model=last_layer())[0]
 

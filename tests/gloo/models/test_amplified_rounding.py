@@ -79,5 +79,6 @@ def _without_draws() -> str:
         return _refused(1.0)
 
 
+@pytest.mark.release
 def test_the_draws_tell(pool: Pool) -> None:
     assert all("[GA109]" in text for text in pool.run(2, _without_draws))
