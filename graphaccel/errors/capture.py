@@ -12,7 +12,8 @@ from graphaccel.errors.messages import Location, Message, columns
 class TensorBranch(GraphAccelError):
     """The model branches on the value of a tensor. assertion: whether an `assert` does. number:
     whether the line only makes a Python number of it. buffer: the name of the one that is asked.
-    library: the line of an installed package that asks, as `file:line`."""
+    library: the line of an installed package that asks, as `file:line`. loop: whether it runs over
+    what was found in a tensor (`for expert in hit.nonzero():`)."""
 
     code = "GA101"
     module: str
@@ -22,6 +23,7 @@ class TensorBranch(GraphAccelError):
     number: bool = False
     buffer: str = ""
     library: str = ""
+    loop: bool = False
 
     def message(self) -> Message:
         lines = ("make it branch-free:  x = torch.where(condition, a, b)",)
@@ -45,12 +47,21 @@ class TensorBranch(GraphAccelError):
                 "a flag is followed where the forward asks for it before it changes it",
                 f"or make it branch-free:  x = torch.where(self.{self.buffer} == 0, a, b)",
             )
+        if self.loop:
+            lines = (
+                "run each expert on all rows, with zero for those that did not choose it:  "
+                "out = sum(gates[:, i, None] * expert(x) for i, expert in enumerate(experts))",
+            )
         does = "takes the value of a tensor" if self.number else "branches on the value of a tensor"
+        if self.loop:
+            does = "loops over what it finds in a tensor"
         return Message(
             f"cannot capture {named_module(self.module)}: it {does}",
             self.location,
             note="this becomes a Python value, so the graph would depend on the data",
-            why="graphaccel needs one graph for every batch",
+            why="what runs, and which weights get a gradient, would depend on the batch"
+            if self.loop
+            else "graphaccel needs one graph for every batch",
             help=lines,
             others=self.others,
         )

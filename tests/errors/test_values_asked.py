@@ -156,3 +156,52 @@ def test_a_branch_in_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(errors.TensorBranch) as caught:
         _step(Halves(None))
     assert "the branch is in halving.py:3: call that in the script" in str(caught.value)
+
+
+class Hit(nn.Module):
+    """A loop over the experts that a batch chose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(4, 3)
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gates = self.gate(x).softmax(-1)
+        chosen = F.one_hot(gates.argmax(-1), 3)
+        out = torch.zeros_like(x)
+        for number in chosen.sum(0).nonzero():
+            (rows,) = torch.where(chosen[:, int(number)])
+            out.index_add_(0, rows, self.experts[int(number)](x[rows]) * gates[rows, number, None])
+        return out.square().mean()
+
+
+class Weighed(Hit):
+    """The same as the help says."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gates, experts = self.gate(x).softmax(-1), self.experts
+        gates = gates * F.one_hot(gates.argmax(-1), 3)
+        out: Any = sum(gates[:, i, None] * expert(x) for i, expert in enumerate(experts))
+        return out.square().mean()
+
+
+def test_a_loop_over_experts_names_what_to_type_and_that_is_the_same() -> None:
+    torch.manual_seed(0)
+    plain, typed = Hit().double(), Weighed().double()
+    typed.load_state_dict(plain.state_dict())
+    x = torch.randn(8, 4, dtype=torch.float64)
+    loss = plain(x)
+    loss.backward()
+    graphaccel.optimize(typed, devices=1)
+    typed(x).backward()
+    for one, other in zip(plain.parameters(), typed.parameters(), strict=True):
+        torch.testing.assert_close(
+            other.grad, torch.zeros_like(other) if one.grad is None else one.grad
+        )
+    graphaccel.optimize(plain, devices=1)
+    with pytest.raises(errors.TensorBranch) as raised:
+        plain(x)
+    text = str(raised.value)
+    assert "for number in chosen.sum(0).nonzero():" in text
+    assert "out = sum(gates[:, i, None] * expert(x) for i, expert in enumerate(experts))" in text

@@ -57,6 +57,7 @@ _PADDED = (
     "last = outputs[torch.arange(len(x), device=x.device), lengths - 1]"
 )
 _NUMBER = re.compile(r"\.(item|tolist)\(\)|\b(float|int|bool)\(")
+_LOOP = re.compile(r"\s*for\b")
 _BRANCH = re.compile(r"\b(if|elif|while|assert|and|or|not|min|max|range)\b")
 """What a line has that makes a number of a tensor, and what it has that asks for its value."""
 _STDLIB = f"{sysconfig.get_paths()['stdlib']}{os.sep}"
@@ -93,6 +94,7 @@ def explained(error: Exception, model: nn.Module, weights: Weights) -> Exception
             number=number,
             buffer=_asked_buffer(error),
             library=_library_line(error),
+            loop=bool(_LOOP.match(line)),
         )
     if isinstance(error, Unregistered):
         result = weights.described(error.tensor)

@@ -20,6 +20,7 @@ from torch import fx, nn
 from graphaccel.capture.batch import Batch, CallNumber
 from graphaccel.capture.export.assigned import written_in_place
 from graphaccel.capture.export.decompose import Exported, decomposed
+from graphaccel.capture.export.expert_loops import batched_experts
 from graphaccel.capture.export.explain import (
     explained,
     refuse_higher_order,
@@ -57,8 +58,6 @@ LossFn: TypeAlias = Callable[..., torch.Tensor] | Literal["outside"] | None
 
 _NUMBERS = "graphaccel_numbers"
 """The keyword argument that passes numbers of the model to its forward, as tensors."""
-
-_SAME_EXPERTS = {"eager", "grouped_mm"}
 
 
 @dataclass(frozen=True)
@@ -281,8 +280,11 @@ def export_forward(
     try:
         with not_compiling():
             return _exported(model, batch, loss_fn, answers)
-    except GraphAccelError:
-        raise first from first.__cause__
+    except GraphAccelError as second:
+        # An error of Python's is one that eager code does not reach; the second is in its way.
+        missed = isinstance(first.__cause__, (TypeError, AttributeError, NameError))
+        error = second if missed else first
+        raise error from error.__cause__
 
 
 def _exported(
@@ -302,7 +304,7 @@ def _exported(
         kwargs[_NUMBERS] = batch.state
     with (
         _state_restored(model),
-        _batched_experts(model),
+        batched_experts(model),
         one_name_each(model),
         keywords_as_names(),
         warnings.catch_warnings(),
@@ -405,20 +407,3 @@ def _state_restored(model: nn.Module) -> Iterator[None]:
         for module, (training, buffers) in before.items():
             module.training = training
             restore_buffers(module, buffers)
-
-
-@contextmanager
-def _batched_experts(model: nn.Module) -> Iterator[None]:
-    """Select an implementation of Hugging Face's experts that can be captured: one loops over the
-    experts that were hit, which no graph can express, one sorts the whole batch. The one with a
-    fixed shape for every row can be captured and sharded; what runs is `kernels.ops.experts`."""
-    results: list[Any] = [m for m in model.modules() if hasattr(m, "set_experts_implementation")]
-    before = [m.get_experts_implementation() for m in results]
-    able = [(m, b) for m, b in zip(results, before, strict=True) if set(b.values()) & _SAME_EXPERTS]
-    try:
-        for module, _ in able:
-            module.set_experts_implementation("batched_mm")
-        yield
-    finally:
-        for module, said in able:
-            module.set_experts_implementation(said)
