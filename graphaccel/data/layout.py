@@ -97,6 +97,8 @@ def _check(path: Path, index: Index, content: int) -> None:
     ordered = len(documents) == 0 or bool(np.all(np.diff(documents) >= 0))
     if not ordered or len(documents) < 1 or int(documents[-1]) != len(lengths):
         raise _bad(path, "its documents do not end with its last sequence")
+    if int(documents[0]) != 0:
+        raise _bad(path, "its documents do not begin with its first sequence")
 
 
 def _bad(path: Path, reason: str) -> BadData:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import accumulate, islice, repeat
 from pathlib import Path
 from types import TracebackType
@@ -67,6 +68,8 @@ class TokenWriter:
     run that ends before leaves neither. Use it in a `with` statement.
 
     dtype: of the tokens; `dtype_for` chooses it by the size of a vocabulary.
+
+    Raises BadData (GA417) where the files can not be written, here and in every method.
     """
 
     def __init__(self, prefix: str | Path, dtype: np.dtype | type = np.uint16) -> None:
@@ -75,7 +78,8 @@ class TokenWriter:
         self._documents = [0]
         self._end = f".{os.getpid()}.partial"  # ranks may write the same file, each a whole one
         self._partial = _beside(self.prefix, ".bin" + self._end)
-        self._file = self._partial.open("wb")
+        with _written(self.prefix):
+            self._file = self._partial.open("wb")
 
     def add(self, *sequences: Sequence[int] | np.ndarray) -> None:
         """Add a document of one or more sequences.
@@ -83,7 +87,7 @@ class TokenWriter:
         Raises BadData (GA417) for a token that the dtype does not hold.
         """
         for tokens in sequences:
-            self._file.write(as_tokens(tokens, self.dtype, self.prefix).tobytes())
+            self._write(tokens)
             self._lengths.append(len(tokens))
         self._documents.append(len(self._lengths))
 
@@ -93,15 +97,38 @@ class TokenWriter:
         """Add documents whose tokens stand one after the other.
 
         lengths: of each sequence. sequences: of each document; one each by default.
+
+        Raises BadData (GA417) for a token that the dtype does not hold, and where lengths or
+        sequences do not sum to what is there.
         """
-        self._file.write(as_tokens(tokens, self.dtype, self.prefix).tobytes())
+        each = list(lengths)
+        added = list(repeat(1, len(each)) if sequences is None else sequences)
+        self._check_sum("lengths", each, len(tokens), "tokens")
+        self._check_sum("sequences", added, len(each), "sequences")
+        self._write(tokens)
         before = len(self._lengths)
-        self._lengths.extend(lengths)
-        added = repeat(1, len(self._lengths) - before) if sequences is None else sequences
+        self._lengths.extend(each)
         self._documents.extend(islice(accumulate(added, initial=before), 1, None))
+
+    def _check_sum(self, name: str, parts: Sequence[int], count: int, unit: str) -> None:
+        if sum(parts) != count or min(parts, default=0) < 0:
+            raise BadData(
+                place=str(self.prefix),
+                reason=f"{name} sum to {sum(parts)}, and {count} {unit} are added",
+                help_line="writer.add(document) for each document",
+            )
+
+    def _write(self, tokens: Sequence[int] | np.ndarray) -> None:
+        content = as_tokens(tokens, self.dtype, self.prefix).tobytes()
+        with _written(self.prefix):
+            self._file.write(content)
 
     def close(self) -> None:
         """Write the index, and give both files their names."""
+        with _written(self.prefix):
+            self._close()
+
+    def _close(self) -> None:
         self._file.close()
         lengths = np.asarray(self._lengths, np.int32)
         ends = np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
@@ -120,7 +147,8 @@ class TokenWriter:
         if kind is None:
             self.close()
         else:
-            self._file.close()
+            with suppress(OSError):  # of a full disk, which is being said
+                self._file.close()
             self._partial.unlink()
 
 
@@ -132,6 +160,12 @@ def dtype_for(vocabulary: int) -> np.dtype:
 def as_tokens(tokens: Sequence[int] | np.ndarray, dtype: np.dtype, where: Path) -> np.ndarray:
     """The tokens in `dtype`. Raises BadData (GA417) for one that it does not hold."""
     given = np.asarray(tokens)
+    if given.size and given.dtype.kind not in "iu":
+        raise BadData(
+            place=str(where),
+            reason=f"tokens of {given.dtype.name} are no whole numbers",
+            help_line="writer.add([5, 3, 8])",
+        )
     if given.size and given.dtype != dtype:
         bounds = np.iinfo(dtype)
         if given.min() < bounds.min or given.max() > bounds.max:
@@ -141,6 +175,21 @@ def as_tokens(tokens: Sequence[int] | np.ndarray, dtype: np.dtype, where: Path) 
                 help_line="TokenWriter(prefix, dtype_for(vocabulary))",
             )
     return given.astype(dtype, copy=False)
+
+
+@contextmanager
+def _written(prefix: Path) -> Iterator[None]:
+    """Around writing. Raises BadData (GA417) where it fails, e.g. on a full disk."""
+    try:
+        yield
+    except OSError as error:
+        raise BadData(
+            place=str(_beside(prefix, ".bin")),
+            reason=f"it can not be written: {error.strerror or error}",
+            help_line=f"mkdir -p {prefix.parent}"
+            if isinstance(error, FileNotFoundError)
+            else "make room, or name a folder elsewhere",
+        ) from None
 
 
 def _beside(prefix: Path, end: str) -> Path:

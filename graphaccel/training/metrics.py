@@ -6,16 +6,22 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers.trainer_callback import TrainerCallback
 
+from graphaccel.errors import BadTraining
+
 
 class MetricsFile:
-    """JSON lines: a line for each log. resumes: lines are added to those of the file."""
+    """JSON lines: a line for each log. resumes: lines are added to those of the file.
+
+    Raises BadTraining (GA418) where it can not be written.
+    """
 
     def __init__(self, file: Path, *, resumes: bool) -> None:
         self.file, self.resumes = file, resumes
@@ -23,12 +29,24 @@ class MetricsFile:
     def begin(self) -> None:
         """Create the file, or empty it, unless the run resumes."""
         if not self.resumes:
-            self.file.write_text("")
+            with self._written():
+                self.file.parent.mkdir(parents=True, exist_ok=True)
+                self.file.write_text("")
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Add the line of a log."""
-        with self.file.open("a") as file:
+        with self._written(), self.file.open("a") as file:
             file.write(json.dumps({"step": step, **values}) + "\n")
+
+    @contextmanager
+    def _written(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise BadTraining(
+                what=f"`metrics` `{self.file}` can not be written: {error.strerror or error}",
+                help_line="make room, or name a file elsewhere",
+            ) from None
 
 
 class MetricsBoard:

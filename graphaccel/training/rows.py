@@ -162,7 +162,7 @@ def _shares(text: str) -> tuple[float, float]:
         first, second = (float(part) for part in text.split(","))
     except ValueError:
         first = second = -1.0
-    if first <= 0 or second < 0:
+    if not (first > 0 and second >= 0 and first + second < float("inf")):
         raise BadTraining(what=f"`{text}` are no two shares", help_line="--split 95,5")
     return first, second
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ PAIRS = "next-sentence"
 TASKS = ("causal-lm", "masked-lm", "sequence-classification", "seq2seq", "image-classification")
 _BATCH = "batch: global = micro x data ranks x microbatches x accumulation"
 DECAYS = ("cosine", "linear", "constant")
+_ELSEWHERE = "--output trained"
 
 
 def _option(group: str, help: str, default: Any = None, **more: Any) -> Any:
@@ -40,6 +42,12 @@ def _share(text: str) -> float:
     if number > 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not between 0 and 1")
     return number
+
+
+def _seed(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) < 2**32):  # what NumPy takes
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 below 2^32")
+    return int(text)
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -168,7 +176,7 @@ class Settings:
     clip: float = _option(
         "schedule", "largest norm of all gradients; 0: none (1)", 1.0, type=_rate, metavar="X"
     )
-    seed: int = _option("schedule", "of weights, order and masks (0)", 0, type=int, metavar="N")
+    seed: int = _option("schedule", "of weights, order and masks (0)", 0, type=_seed, metavar="N")
 
     save_interval: int | None = _option(
         "checkpoints", "updates between two (at the end)", type=positive, metavar="N"
@@ -236,6 +244,7 @@ def settings_of(
         raise BadTraining(what="`data` is missing", help_line="--data text.jsonl")
     settings = Settings(**said)
     _check(settings)
+    _check_places(settings)
     return settings, pins
 
 
@@ -349,3 +358,28 @@ def _check(settings: Settings) -> None:
             what=f"`min_learning_rate` has no effect with decay {settings.decay}",
             help_line=f"--decay cosine --min-learning-rate {settings.min_learning_rate:g}",
         )
+
+
+def _check_places(settings: Settings) -> None:
+    """Raises BadTraining (GA418) where what a run writes has no place."""
+    board = settings.output / "runs"
+    folders = [("output", settings.output), *([("tensorboard", board)] * settings.tensorboard)]
+    for name, folder in folders:
+        if (reason := _not_within(folder)) is not None:
+            raise BadTraining(what=f"`{name}` can not be written: {reason}", help_line=_ELSEWHERE)
+    file = settings.metrics
+    if file is not None:
+        reason = "it is a folder" if file.is_dir() else _not_within(file.parent)
+        if reason is None and file.exists() and not os.access(file, os.W_OK):
+            reason = "the file is not yours to write"
+        if reason is not None:
+            what = f"`metrics` `{file}` can not be written: {reason}"
+            raise BadTraining(what=what, help_line="--metrics metrics.jsonl")
+
+
+def _not_within(folder: Path) -> str | None:
+    """Why a folder, which need not be there yet, can not be written into; None where it can."""
+    there = next(each for each in (folder, *folder.parents) if each.exists() or each == each.parent)
+    if not there.is_dir():
+        return f"`{there}` is no folder"
+    return None if os.access(there, os.W_OK) else f"`{there}` is not yours to write"

@@ -136,3 +136,54 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         f"{tmp_path}/none\n"
         "  explain: graphaccel explain GA417"
     )
+
+
+def test_documents_that_leave_out_the_first_sequences(tmp_path: Path) -> None:
+    by_hand(tmp_path / "corpus", ROWS, [1, 2, 3, 4])
+    with pytest.raises(BadData, match="do not begin with its first sequence"):
+        TokenFile(tmp_path / "corpus")
+
+
+@pytest.mark.parametrize(
+    ("lengths", "sequences", "said"),
+    [
+        ([3, 1], None, "lengths sum to 4, and 5 tokens are added"),
+        ([3, 2], [1], "sequences sum to 1, and 2 sequences are added"),
+        ([6, -1], None, "lengths sum to 5"),
+    ],
+)
+def test_parts_that_are_not_the_whole(
+    lengths: list[int], sequences: list[int] | None, said: str, tmp_path: Path
+) -> None:
+    with TokenWriter(tmp_path / "corpus") as writer:
+        with pytest.raises(BadData, match=said):
+            writer.add_many(np.arange(5), lengths, sequences)
+        writer.add([1, 2])
+    assert [row.tolist() for row in TokenFile(tmp_path / "corpus")] == [[1, 2]]
+
+
+def test_tokens_that_are_no_whole_numbers(tmp_path: Path) -> None:
+    with TokenWriter(tmp_path / "corpus") as writer:
+        for tokens in ([1.5, 2.0], np.ones(3), ["a"]):
+            with pytest.raises(BadData, match="are no whole numbers"):
+                writer.add(tokens)
+        writer.add([])
+
+
+def test_a_place_that_can_not_be_written(tmp_path: Path) -> None:
+    with pytest.raises(BadData) as caught:
+        TokenWriter(tmp_path / "none" / "corpus")
+    assert f"help: mkdir -p {tmp_path / 'none'}" in str(caught.value)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BadData, match="it can not be written: Not a directory"):
+        TokenWriter(tmp_path / "file" / "corpus")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a disk that is full")
+def test_a_full_disk_leaves_no_file(tmp_path: Path) -> None:
+    writer = TokenWriter(tmp_path / "corpus")
+    writer._file.close()
+    writer._file = open("/dev/full", "wb")
+    with pytest.raises(BadData, match="it can not be written: No space left"), writer:
+        writer.add(np.arange(100_000) % 7)
+    assert not list(tmp_path.iterdir())

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from graphaccel.errors import BadTraining
 from graphaccel.training.metrics import Metrics, MetricsBoard, MetricsFile
 
 
@@ -85,3 +86,17 @@ def test_lines_are_added_where_a_run_resumes(tmp_path: Path) -> None:
         _run(Metrics([MetricsFile(file, resumes=resumes)], 8, None), first=True)
         assert len(file.read_text().splitlines()) == lines
     assert "tokens_per_second" not in file.read_text()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a disk that is full")
+def test_a_full_disk_is_said() -> None:
+    file = MetricsFile(Path("/dev/full"), resumes=True)
+    with pytest.raises(BadTraining, match=r"`/dev/full` can not be written: No space left"):
+        file.write(1, {"loss": 3.0})
+
+
+def test_the_folder_of_the_file_is_made(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "new" / "metrics.jsonl", resumes=False)
+    file.begin()
+    file.write(1, {"loss": 3.0})
+    assert json.loads(file.file.read_text()) == {"step": 1, "loss": 3.0}

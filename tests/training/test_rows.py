@@ -212,7 +212,7 @@ def test_no_tokenizer(changes: dict[str, Any], text_of_error: str) -> None:
     assert "--tokenizer bytes" in str(caught.value)
 
 
-@pytest.mark.parametrize("split", ["1", "a,b", "0,1", "1,2,3"])
+@pytest.mark.parametrize("split", ["1", "a,b", "0,1", "1,2,3", "nan,1", "1,nan", "inf,1"])
 def test_a_split_of_another_form(split: str, tmp_path: Path) -> None:
     data = write_lines(tmp_path / "text.jsonl", [{"text": "abcdefghij"}] * 4)
     chosen = settings(data=(str(data),), output=tmp_path, split=split)

@@ -91,6 +91,38 @@ def test_settings_that_can_not_be_followed(words: list[str], text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--output", "{file}"], "`output` can not be written: `{file}` is no folder"),
+        (["--output", "{file}/in/it"], "`{file}` is no folder\n  help: --output trained"),
+        (["--tensorboard", "--output", "{folder}"], "`tensorboard` can not be written"),
+        (["--metrics", "{folder}"], "can not be written: it is a folder"),
+        (["--metrics", "{file}/a.jsonl"], "`{file}` is no folder\n  help: --metrics"),
+        (["--metrics", "{folder}/new/a.jsonl", "--output", "{folder}/new"], None),
+    ],
+)
+def test_what_is_written_has_a_place(words: list[str], text: str | None, tmp_path: Path) -> None:
+    names = {"file": tmp_path / "runs", "folder": tmp_path}
+    names["file"].write_text("a file")
+    given = [word.format(**names) for word in words]
+    if text is None:
+        read(*LEAST, *given)
+        return
+    with pytest.raises(BadTraining) as caught:
+        read(*LEAST, *given)
+    assert text.format(**names) in str(caught.value)
+
+
+@pytest.mark.parametrize("seed", ["-1", "4294967296", "1.5"])
+def test_a_seed_is_one_that_every_library_takes(
+    seed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        read(*LEAST, "--seed", seed)
+    assert "is not a whole number from 0 below 2^32" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("content", "text"),
     [
         ("- 1\n", "has no settings by name"),
