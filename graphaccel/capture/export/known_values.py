@@ -12,6 +12,7 @@ What is called on such tensors is remembered, and computed where the forward ask
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -26,27 +27,29 @@ from graphaccel.compat.torch.tensors import version
 _LARGEST = 1 << 22
 """Elements of a tensor from which on its values are not computed."""
 _ASKS = frozenset("item tolist __bool__ __int__ __float__ __index__ is_nonzero equal".split())
-_MAKES = frozenset("zeros ones full arange eye tensor as_tensor scalar_tensor linspace".split())
-_COMPUTES = frozenset(
-    "eq ne lt le gt ge any all sum max min amax amin abs getitem invert and or xor "
-    "logical_not logical_and logical_or to bool int long float double detach clone view reshape "
-    "squeeze unsqueeze flatten add radd sub rsub mul rmul div rdiv truediv rtruediv floordiv "
-    "rfloordiv floor_divide pow rpow mod remainder isfinite isnan isinf count_nonzero neg floor "
-    "ceil round trunc sqrt exp log sign clamp minimum maximum where cat concat stack expand "
-    "expand_as broadcast_to repeat permute transpose cumsum prod mean masked_fill tril triu flip "
-    "pad contiguous index_select gather".split()
+_CREATES, _NEW = ("zeros", "ones", "full"), ("new_zeros", "new_ones", "new_full")
+_RESHAPES = ("view", "reshape", "expand", "repeat", "pad", "getitem")
+_MAKES = frozenset((*_CREATES, *"arange eye tensor as_tensor scalar_tensor linspace".split()))
+_OF_SHAPES = frozenset((*_NEW, *"new_tensor zeros_like ones_like full_like".split()))
+"""Functions that read no values of their first tensor."""
+_COMPUTES = frozenset(_RESHAPES) | frozenset(
+    "eq ne lt le gt ge any all sum max min amax amin abs invert and or xor logical_not logical_and "
+    "logical_or to bool int long float double detach clone squeeze unsqueeze flatten add radd sub "
+    "rsub mul rmul div rdiv truediv rtruediv floordiv rfloordiv floor_divide pow rpow mod "
+    "remainder isfinite isnan isinf count_nonzero neg floor ceil round trunc sqrt exp log sign "
+    "clamp minimum maximum where cat concat stack expand_as broadcast_to permute transpose cumsum "
+    "prod mean masked_fill tril triu flip contiguous index_select gather".split()
 )
 """Functions that are computed of values: without a draw, and with one result."""
-_FILLS = frozenset("setitem fill zero copy masked_fill".split())
+_FILLS = frozenset(("setitem", "fill", "zero", "copy"))
 """What is written to a tensor in place, besides what `_COMPUTES` computes."""
-_OF_SHAPES = frozenset(
-    "zeros_like ones_like full_like new_zeros new_ones new_full new_tensor".split()
+_TAKES_SIZES = frozenset((*_CREATES, *_NEW, *_RESHAPES)) | frozenset(
+    "arange empty new_empty narrow unflatten as_strided setitem split chunk".split()
 )
-"""Functions that read no values of their first tensor."""
-_TAKES_SIZES = frozenset(
-    "zeros ones full empty arange new_zeros new_ones new_full new_empty view reshape expand repeat "
-    "narrow unflatten as_strided pad getitem setitem split chunk".split()
-)
+_IN_PLACE = frozenset(f"__i{n[2:]}" for n in dir(operator) if f"__i{n[2:]}" in dir(operator))
+_UNDECLARED = ("batch_norm", "instance_norm", "update_stats", "gather_stats", "with_counts")
+"""How the names of functions end that write to running statistics, which no schema of torch's
+says."""
 _PLAIN = (
     int, float, bool, str, complex, type(None), type(...), torch.dtype, torch.device, torch.Size,
     torch.layout, torch.memory_format,
@@ -161,7 +164,7 @@ class Answers(TorchFunctionMode):
         whole = all(self._of(t) is not None for t in needed) and all(map(_is_plain, leaves))
         if name in _ASKS and known and whole:
             return self._answered(func, args, kwargs, known)
-        writes = _writes(name, kwargs)
+        writes = any(id(t) in self._known for t in tensors) and _writes(name, kwargs)
         remembered = self._remembered(args, kwargs) if whole else ((), {})
         result = func(*args, **kwargs)
         self._forget_written(writes, tensors)
@@ -272,10 +275,14 @@ def _is_filled(bare: str) -> bool:
 def _writes(name: str, kwargs: Mapping[str, Any]) -> bool:
     """Whether a function may write to one of its tensors."""
     own = name.endswith("_") and not name.endswith("__")
-    operator = name.startswith(("__i", "__setitem")) and name not in (
-        "__invert__",
-        "__iter__",
-        "__int__",
-        "__index__",
-    )
-    return own or operator or "out" in kwargs or "norm" in name
+    operators = name in _IN_PLACE or name == "__setitem__"
+    return own or operators or "out" in kwargs or name.endswith(_UNDECLARED) or _declared(name)
+
+
+def _declared(name: str) -> bool:
+    """Whether torch's schemas of an operator say that it writes, besides to `out`."""
+    packet: Any = getattr(torch.ops.aten, name, None)
+    names = packet.overloads() if hasattr(packet, "overloads") else ()
+    overloads = [getattr(packet, each) for each in names]
+    given = [a for each in overloads for a in each._schema.arguments if "Tensor" in str(a.type)]
+    return any(a.alias_info is not None and a.alias_info.is_write and not a.is_out for a in given)

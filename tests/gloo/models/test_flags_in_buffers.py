@@ -23,6 +23,7 @@ ASKS: dict[str, Callable[[Tensor], Any]] = {
     "truth": lambda flag: not flag,
     "compared": lambda flag: (flag == 0).all(),
     "a number": lambda flag: int(flag) < 1,
+    "behind a norm": lambda flag: (flag.float().norm(), flag.item() == 0)[1],
     "a copy": lambda flag: not bool(flag.clone().sum() > 0),
 }
 
