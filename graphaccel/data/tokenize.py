@@ -84,7 +84,14 @@ class _Encoder:
 def _tokenizer(file: str) -> Any:
     from tokenizers import Tokenizer
 
-    return Tokenizer.from_file(file)
+    try:
+        return Tokenizer.from_file(file)
+    except Exception as error:  # the library has no class of its own
+        raise BadData(
+            place=file,
+            reason=f"it is no tokenizer of the `tokenizers` library: {error}",
+            help_line='tokenizer.save("tokenizer.json")',
+        ) from None
 
 
 def tokenize(

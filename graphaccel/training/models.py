@@ -73,15 +73,19 @@ def has_files(model: str) -> bool:
     return not is_type and (path.is_dir() or path.suffix == ".json")
 
 
-def fit_vocabulary(config: PretrainedConfig, model: str, vocabulary: int, length: int) -> None:
+def fit_vocabulary(
+    config: PretrainedConfig, model: str, vocabulary: int, length: int, *, chosen: bool = False
+) -> None:
     """Give a configuration that stands for no weights the sizes of the data; check the others.
 
-    vocabulary: tokens that the tokenizer has. length: tokens in a row.
+    vocabulary: tokens that the tokenizer has. length: tokens in a row. chosen: the size of the
+    embedding was, and stays.
 
     Raises BadTraining (GA418) where the model's embedding or position table is smaller.
     """
     if not has_files(model):
-        config.vocab_size = vocabulary
+        if not chosen:
+            config.vocab_size = vocabulary
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             if (getattr(config, name, None) or 0) >= vocabulary:
                 setattr(config, name, vocabulary - 1)

@@ -38,7 +38,8 @@ def make_rows(settings: Settings, config: PretrainedConfig) -> Rows:
     if settings.task == "image-classification":
         return _of_pictures(settings, config)
     tokenizer = text.load_tokenizer(settings)
-    models.fit_vocabulary(config, settings.model, len(tokenizer), settings.length)
+    chosen = "vocab_size" in dict(settings.model_settings)
+    models.fit_vocabulary(config, settings.model, len(tokenizer), settings.length, chosen=chosen)
     if settings.task in _TEXTS:
         return _of_examples(settings, config, tokenizer)
     return _of_tokens(settings, config, tokenizer)

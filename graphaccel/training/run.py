@@ -116,7 +116,7 @@ def _whole_batches(settings: Settings, rows: Rows) -> int:
             place=", ".join(settings.data),
             reason=f"it has {count} rows to train on, fewer than a global batch of "
             f"{settings.global_batch}",
-            help_line=f"--global-batch {count}" if count else "",
+            help_line=f"--global-batch {count}" if count else "--split 95,5, or more data",
         )
     return count // settings.global_batch * settings.global_batch
 

@@ -244,6 +244,7 @@ def settings_of(
         raise BadTraining(what="`data` is missing", help_line="--data text.jsonl")
     settings = Settings(**said)
     _check(settings)
+    _check_schedule(settings)
     _check_places(settings)
     return settings, pins
 
@@ -341,6 +342,19 @@ def _check(settings: Settings) -> None:
             "equal parts for accumulation",
             help_line=f"--global-batch {parts * -(-settings.global_batch // parts)}",
         )
+    if settings.next_sentence and (settings.task != "masked-lm" or settings.reset_documents):
+        raise BadTraining(
+            what="`next_sentence` is for the task masked-lm, without reset_documents",
+            help_line="--task masked-lm --next-sentence",
+        )
+    if settings.task == "causal-lm" and settings.length < 2:
+        raise BadTraining(
+            what="a row of one token has no next token to learn", help_line="--length 128"
+        )
+
+
+def _check_schedule(settings: Settings) -> None:
+    """Raises BadTraining (GA418) for a schedule that can not be followed."""
     if settings.steps is not None and settings.epochs is not None:
         raise BadTraining(what="`steps` and `epochs` are both given", help_line="--steps 1000")
     if settings.warmup_steps is not None and settings.warmup_fraction:
@@ -348,10 +362,16 @@ def _check(settings: Settings) -> None:
             what="`warmup_steps` and `warmup_fraction` are both given",
             help_line=f"--warmup-steps {settings.warmup_steps}",
         )
-    if settings.next_sentence and (settings.task != "masked-lm" or settings.reset_documents):
+    if settings.min_learning_rate > settings.learning_rate:
         raise BadTraining(
-            what="`next_sentence` is for the task masked-lm, without reset_documents",
-            help_line="--task masked-lm --next-sentence",
+            what="`min_learning_rate` is above `learning_rate`, from which the rate falls",
+            help_line=f"--min-learning-rate {settings.learning_rate / 10:g}",
+        )
+    if settings.steps is not None and (settings.warmup_steps or 0) > settings.steps:
+        raise BadTraining(
+            what=f"the rate rises over {settings.warmup_steps} updates, and the run has "
+            f"{settings.steps}",
+            help_line=f"--warmup-steps {max(1, settings.steps // 10)}",
         )
     if settings.min_learning_rate and settings.decay != "cosine":
         raise BadTraining(

@@ -63,10 +63,17 @@ def load_tokenizer(settings: Settings) -> PreTrainedTokenizerFast:
         )
     if not file.is_file():
         raise BadTraining(what=f"there is no tokenizer `{file}`", help_line="--tokenizer bytes")
-    if place.is_dir() and (place / "tokenizer_config.json").is_file():
-        result = PreTrainedTokenizerFast.from_pretrained(place)
-    else:
-        result = _with_names(PreTrainedTokenizerFast(tokenizer_file=str(file)))
+    try:
+        if place.is_dir() and (place / "tokenizer_config.json").is_file():
+            result = PreTrainedTokenizerFast.from_pretrained(place)
+        else:
+            result = _with_names(PreTrainedTokenizerFast(tokenizer_file=str(file)))
+    except Exception as error:  # tokenizers has no class of its own
+        raise BadTraining(
+            what=f"`{file}` is no tokenizer of the `tokenizers` library",
+            why=(str(error).strip().splitlines() or [type(error).__name__])[0],
+            help_line="--tokenizer bytes",
+        ) from None
     if result.pad_token is None:
         result.pad_token = result.eos_token or next(iter(result.get_vocab()))
     return result

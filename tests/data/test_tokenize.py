@@ -55,6 +55,16 @@ def test_bad_lines_have_numbers(tmp_path: Path, tokenizer: Path) -> None:
     assert (written.documents, written.skipped) == (41, 2)
 
 
+@pytest.mark.parametrize("content", ["{", "{}", "\x00", ""])
+def test_a_file_that_is_no_tokenizer(content: str, tmp_path: Path) -> None:
+    file = tmp_path / "tokenizer.json"
+    file.write_text(content)
+    with pytest.raises(BadData, match="it is no tokenizer of the `tokenizers` library") as caught:
+        tokenize([lines(tmp_path)], file, tmp_path / "corpus")
+    assert caught.value.place == str(file)
+    assert not list(tmp_path.glob("corpus*"))
+
+
 def test_the_command(
     tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -212,6 +212,32 @@ def test_no_tokenizer(changes: dict[str, Any], text_of_error: str) -> None:
     assert "--tokenizer bytes" in str(caught.value)
 
 
+@pytest.mark.parametrize("content", ["{", "{}", ""])
+@pytest.mark.parametrize("folder", [True, False])
+def test_a_file_that_is_no_tokenizer(content: str, folder: bool, tmp_path: Path) -> None:
+    file = tmp_path / "tokenizer.json"
+    file.write_text(content)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(BadTraining, match="is no tokenizer of the `tokenizers` library"):
+        text.load_tokenizer(settings(tokenizer=str(tmp_path if folder else file)))
+
+
+def test_an_embedding_larger_than_the_tokenizer_that_is_asked_for(tmp_path: Path) -> None:
+    data = write_lines(tmp_path / "text.jsonl", [{"text": "abcdefghij"}] * 4)
+    for size in (320, 100):
+        given = settings(
+            data=(str(data),), output=tmp_path, model_settings=(("vocab_size", str(size)),)
+        )
+        config = transformers.GPT2Config(n_positions=8, vocab_size=size)
+        if size > len(TOKENIZER):
+            make_rows(given, config)
+            assert config.vocab_size == size
+            continue
+        with pytest.raises(BadTraining, match="the model's embedding 100 rows") as caught:
+            make_rows(given, config)
+        assert f"--set vocab_size={len(TOKENIZER)}" in str(caught.value)
+
+
 @pytest.mark.parametrize("split", ["1", "a,b", "0,1", "1,2,3", "nan,1", "1,nan", "inf,1"])
 def test_a_split_of_another_form(split: str, tmp_path: Path) -> None:
     data = write_lines(tmp_path / "text.jsonl", [{"text": "abcdefghij"}] * 4)

@@ -82,6 +82,16 @@ def test_a_file_may_be_toml(tmp_path: Path) -> None:
             [*LEAST, "--min-lr", "1e-5", "--decay", "linear"],
             "`min_learning_rate` has no effect with decay linear",
         ),
+        (
+            [*LEAST, "--min-lr", "1", "--lr", "0.1"],
+            "`min_learning_rate` is above `learning_rate`, from which the rate falls\n"
+            "  help: --min-learning-rate 0.01",
+        ),
+        ([*LEAST, "--length", "1"], "a row of one token has no next token"),
+        (
+            [*LEAST, "--warmup-steps", "50", "--steps", "20"],
+            "the rate rises over 50 updates, and the run has 20\n  help: --warmup-steps 2",
+        ),
     ],
 )
 def test_settings_that_can_not_be_followed(words: list[str], text: str) -> None:
