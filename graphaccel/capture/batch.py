@@ -142,16 +142,27 @@ def has_dims(batch: Batch, dims: Mapping[int, int]) -> bool:
     return all(leaf in tensors and tensors[leaf].dim() > dim for leaf, dim in dims.items())
 
 
+def size_of(batch: Batch, leaf: int, dim: int) -> int:
+    """The size of a leaf's dim; 0 where it has no such dim."""
+    tensor = batch.tensors.get(leaf)
+    return tensor.shape[dim] if tensor is not None and tensor.dim() > dim else 0
+
+
 def sequence_leaves(batch: Batch, batch_dims: Mapping[int, int]) -> tuple[int, dict[int, int]]:
     """The sequence length and the sequence dims: the other dim of the integer matrices, when all of
     them agree on it."""
-    other = {
-        i: 1 - dim
-        for i, dim in batch_dims.items()
-        if batch.leaves[i].dim() == 2 and not batch.leaves[i].is_floating_point()
-    }
-    sizes = {batch.leaves[i].shape[dim] for i, dim in other.items()}
-    return (sizes.pop(), other) if len(sizes) == 1 else (0, {})
+    lengths = sequence_lengths(batch, batch_dims)
+    return next(iter(lengths.items())) if len(lengths) == 1 else (0, {})
+
+
+def sequence_lengths(batch: Batch, batch_dims: Mapping[int, int]) -> dict[int, dict[int, int]]:
+    """Length → sequence dims of the integer matrices that have it, in the order of the leaves."""
+    lengths: dict[int, dict[int, int]] = {}
+    for i, dim in batch_dims.items():
+        leaf = batch.leaves[i]
+        if leaf.dim() == 2 and not leaf.is_floating_point():
+            lengths.setdefault(leaf.shape[1 - dim], {})[i] = 1 - dim
+    return lengths
 
 
 def sequence_matrices(

@@ -13,11 +13,10 @@ import sympy
 from torch import fx, nn
 
 from graphaccel.capture.batch import (
-    LONG,
     Batch,
     batch_size,
     sequence_leaves,
-    sequence_matrices,
+    size_of,
     without_aliases,
 )
 from graphaccel.capture.batch_dims import assignments
@@ -37,10 +36,12 @@ from graphaccel.capture.layers.replicate import (
     repeated_sizes,
 )
 from graphaccel.capture.layers.runs import find_runs, prove_repeats, shortened
-from graphaccel.capture.other_sizes import at_other_size, differentiated
+from graphaccel.capture.other_sizes import at_points, differentiated
+from graphaccel.capture.points import Point
 from graphaccel.capture.symbols import (
     BATCH,
     SEQUENCE,
+    SEQUENCES,
     attach_sizes,
     same_structure,
     take_sizes,
@@ -51,7 +52,7 @@ from graphaccel.compat.torch.fakes import FakeTensor
 from graphaccel.errors import GraphAccelError
 from graphaccel.ir.analysis_cache import AnalysisCache
 from graphaccel.ir.replication.layers import KEPT, NotRepeated, Run, among, copies
-from graphaccel.ir.replication.unfold import distinct_nodes
+from graphaccel.ir.replication.unfold import distinct_nodes, input_nodes
 from graphaccel.ir.text import graph_text, module_text
 
 log = logging.getLogger("graphaccel.capture")
@@ -118,6 +119,22 @@ class StepGraph:
     def batch_size(self) -> int:
         """Examples in the captured batch."""
         return self.sizes.get(BATCH, 1)
+
+    def sizes_of(self, batch: Batch) -> dict[sympy.Symbol, int]:
+        """The symbols' values for another batch; 0 for a length that it does not have."""
+        dims = self.batch_dims
+        sizes = {BATCH: batch_size(batch, dims)} if BATCH in self.sizes else {}
+        if SEQUENCE in self.sizes:
+            sizes[SEQUENCE] = sequence_leaves(batch, dims)[0]
+        for symbol in self.sizes.keys() & {*SEQUENCES}:
+            sizes[symbol] = next(
+                size_of(batch, spec.leaf, dim)
+                for node, spec in zip(input_nodes(self.graph), self.inputs, strict=True)
+                if spec.kind == "batch"
+                for dim, size in enumerate(node.meta["dims"])
+                if size == symbol
+            )
+        return sizes
 
     @cached_property
     def positions(self) -> dict[str, int]:
@@ -229,30 +246,13 @@ def _captured(
     size = batch_size(batch, dims)
     forward = known or forward_graph(model, batch, loss_fn, answers)
     base = {BATCH: size} if dims and size else {}
-    others: list[tuple[sympy.Symbol, int, ForwardGraph]] = []
+    others: list[tuple[Point, ForwardGraph]] = []
     if symbolic and base:
-        length, sequence = sequence_leaves(batch, dims)
-        wanted: list[tuple[sympy.Symbol, int, list[Mapping[int, int]]]]
-        wanted = [(BATCH, size + (4 if size + 2 == length else 2), [dims])]
-        if length >= 4:
-            base[SEQUENCE] = length
-            matrices = sequence_matrices(batch, dims, length, sequence)
-            wheres: list[Mapping[int, int]]
-            wheres = [matrices] if matrices == sequence else [matrices, sequence]
-            part = 4 if length // 2 == size >= LONG else 2
-            wanted.append((SEQUENCE, length // part, wheres))
-        for symbol, other, places in wanted:
-            ratio = other / base[symbol]
-            for where in places:
-                variant = at_other_size(model, batch, loss_fn, where, other, answers)
-                if variant is not None and same_structure(forward.graph, variant.graph, ratio):
-                    others.append((symbol, other, variant))
-                    break
-            else:
-                base.pop(symbol)
+        others = at_points(model, batch, loss_fn, dims, answers, forward)
+        base = {point.symbol: point.size for point, _ in others}
     return assemble(
         forward,
-        tuple(others),
+        tuple((point.symbol, point.other, other) for point, other in others),
         base,
         dims,
         tied_names(model),

@@ -24,6 +24,8 @@ from torch.fx.node import map_aggregate
 
 BATCH = sympy.Symbol("b", positive=True, integer=True)
 SEQUENCE = sympy.Symbol("s", positive=True, integer=True)
+SEQUENCES = sympy.symbols("s_1 s_2", positive=True, integer=True)
+"""The lengths of a batch that has two."""
 _CAST, _SUM = torch.ops.aten._to_copy.default, torch.ops.aten.add.Tensor
 
 
@@ -103,6 +105,37 @@ def attach_sizes(
         }
 
 
+def tells(
+    graph: fx.GraphModule,
+    base: Mapping[sympy.Symbol, int],
+    others: Sequence[tuple[sympy.Symbol, int, fx.GraphModule]],
+    there: fx.GraphModule,
+) -> bool:
+    """Whether captures that differ from `base` in one symbol each tell the sizes of `there`, which
+    differs in all of them: a sum of two lengths is none of what `fit` finds."""
+    points = [(symbol, size) for symbol, size, _ in others]
+    at = {**base, **dict(points)}
+    rows = [list(g.graph.nodes) for g in (graph, there, *(g for _, _, g in others))]
+    calls = [[(n.op, _called(n), len(integers(n))) for n in row] for row in rows[:2]]
+    if calls[0] != calls[1]:
+        return False
+    for node, built, *copies in zip(*rows, strict=True):
+        if "val" in node.meta:
+            dims = _dims(node.meta["val"], [c.meta["val"] for c in copies], base, points)
+            if _evaluated(dims, at) != _shapes(built.meta["val"]):
+                return False
+        known, *changed = (integers(n) for n in (node, *copies))
+        for value, wanted, *various in zip(known, integers(built), *changed, strict=True):
+            result = evaluate(fit(value, various, base, points), at)
+            if not _same(result, wanted) and not math.isclose(result, wanted, rel_tol=1e-9):
+                return False
+    return True
+
+
+def _called(node: fx.Node) -> str:
+    return "" if node.op == "placeholder" else str(node.target)
+
+
 def take_sizes(graph: fx.GraphModule, before: fx.GraphModule) -> bool:
     """Copy the sizes of `before`, set by `attach_sizes`, to `graph`, where each of its nodes,
     except casts and sums, makes the same call as one of `before` on the same inputs: then it has
@@ -176,6 +209,12 @@ def _dims(value: Any, others: list[Any], base: Mapping, points: list) -> Any:
     if isinstance(value, (tuple, list)):
         return tuple(_dims(v, [o[i] for o in others], base, points) for i, v in enumerate(value))
     return ()
+
+
+def _evaluated(dims: Any, sizes: Mapping[sympy.Symbol, int]) -> Any:
+    if isinstance(dims, tuple):
+        return tuple(_evaluated(d, sizes) for d in dims)
+    return evaluate(dims, sizes)
 
 
 def integers(node: fx.Node) -> list[int | float]:

@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from graphaccel.capture.batch import LONG, Batch, batch_leaves, batch_size, resized, sequence_leaves
+from graphaccel.capture.batch import (
+    LONG,
+    Batch,
+    batch_leaves,
+    batch_size,
+    resized,
+    sequence_lengths,
+)
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH
 from graphaccel.errors import GraphAccelError
@@ -22,8 +29,8 @@ def capture_apart(
 
     Raises what `capture` raises."""
     dims = batch_leaves(batch)[1] if given is None else given
-    size, (length, _) = batch_size(batch, dims), sequence_leaves(batch, dims)
-    if size == length >= LONG:
+    size = batch_size(batch, dims)
+    if size >= LONG and size in sequence_lengths(batch, dims):
         try:
             step = capture(resized(batch, dims, size + 2))
         except GraphAccelError:  # its own size may be possible

@@ -14,12 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphaccel.capture.batch import (
-    Batch,
-    batch_size,
-    has_dims,
-    sequence_leaves,
-)
+from graphaccel.capture.batch import Batch, has_dims
 from graphaccel.capture.batch_dims import given_dims
 from graphaccel.capture.export.buffer_values import asked_buffers, buffers_of
 from graphaccel.capture.export.export import export_forward
@@ -29,7 +24,6 @@ from graphaccel.capture.state.carried import Path
 from graphaccel.capture.state.numbers import same_but_numbers
 from graphaccel.capture.state.observe import Observed, observe
 from graphaccel.capture.stepgraph import MANY, StepGraph, capture, trained_names
-from graphaccel.capture.symbols import BATCH, SEQUENCE
 from graphaccel.compat.torch.fakes import FakeTensor
 from graphaccel.compiler.capture_apart import capture_apart
 from graphaccel.compiler.capture_context import without_autocast
@@ -105,7 +99,7 @@ class Captures:
         with running("capture"):
             step = self._captured(batch, training, others, symbolic=not fixed)
         progress("capture", f"{step.nodes:,} ops", time.perf_counter() - start)
-        return step, self._sizes(step, batch)
+        return step, step.sizes_of(batch)
 
     def skeleton(self, *, training: bool = True) -> nn.Module:
         """The model without data, with the current Python attributes of the user's."""
@@ -368,18 +362,11 @@ class Captures:
         said = self.model.batch_dims
         return None if said is None else given_dims(batch, said, self.model.module.forward)
 
-    def _sizes(self, step: StepGraph, batch: Batch) -> dict:
-        dims = step.batch_dims
-        sizes = {BATCH: batch_size(batch, dims)} if BATCH in step.sizes else {}
-        if SEQUENCE in step.sizes:
-            sizes[SEQUENCE] = sequence_leaves(batch, dims)[0]
-        return sizes
-
     def _fitting(self, step: StepGraph, batch: Batch, training: bool) -> dict | None:
         """Symbolic sizes with which a capture serves this batch, or None."""
         if step.training != training or not has_dims(batch, step.batch_dims):
             return None
-        sizes = self._sizes(step, batch)
+        sizes = step.sizes_of(batch)
         if any((n == 1) != (step.sizes[symbol] == 1) for symbol, n in sizes.items()):
             return None  # a model may treat a size of one differently: squeeze(), broadcasting
         for node, spec in zip(input_nodes(step.graph), step.inputs, strict=True):

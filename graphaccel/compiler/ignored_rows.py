@@ -16,9 +16,9 @@ import sympy
 import torch
 from torch import fx
 
-from graphaccel.capture.batch import Batch, batch_size, has_dims, resized, sequence_leaves
+from graphaccel.capture.batch import Batch, batch_size, has_dims, resized
 from graphaccel.capture.stepgraph import StepGraph
-from graphaccel.capture.symbols import BATCH, SEQUENCE, evaluate
+from graphaccel.capture.symbols import BATCH, evaluate
 from graphaccel.errors import BatchNotDivisible
 from graphaccel.ir.values import operands, returned
 from graphaccel.passes.microbatch.exact_microbatch import batch_placement, is_quantity
@@ -113,7 +113,7 @@ def completed(
     result = ignored_rows(step)
     if isinstance(result, str):
         raise _refused(plan, size, result)
-    sizes = {BATCH: size, SEQUENCE: sequence_leaves(batch, dims)[0]}
+    sizes = {**step.sizes_of(batch), BATCH: size}
     return Completed(step, result, wanted, sizes)
 
 

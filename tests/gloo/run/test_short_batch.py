@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import graphaccel
 from tests.compiler.test_ignored_rows import Tagger, batch, shifted
+from tests.compiler.test_two_lengths import Translator, pairs
 from tests.support.pool import Pool
 
 pytestmark = pytest.mark.multiprocess
@@ -47,6 +48,26 @@ def _apart(plain: nn.Module, ours: nn.Module) -> float:
 @pytest.mark.parametrize("pins", [{"data": 2}, {"pipeline": 2, "microbatches": 2}], ids=str)
 def test_the_loss_of_the_model(pool: Pool, pins: dict[str, Any]) -> None:
     assert max(pool.run(2, _trained, pins)) < 1e-12
+
+
+def _translated(pins: dict[str, Any]) -> float:
+    torch.manual_seed(0)
+    plain = Translator().double()
+    ours = copy.deepcopy(plain)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.3) for m in (plain, ours)]
+    graphaccel.optimize(ours, optimizers[1], devices=2, **pins)
+    lengths = ((8, 6), (5, 9), (7, 7), (4, 12))
+    for rows, (read, written) in zip(ROWS, lengths, strict=True):
+        for model, optimizer in zip((plain, ours), optimizers, strict=True):
+            optimizer.zero_grad()
+            model(*pairs(rows, read, written).leaves).backward()
+            optimizer.step()
+    return _apart(plain, ours)
+
+
+@pytest.mark.parametrize("pins", [{"data": 2}, {"pipeline": 2, "microbatches": 2}], ids=str)
+def test_two_lengths_that_change_with_the_rows(pool: Pool, pins: dict[str, Any]) -> None:
+    assert max(pool.run(2, _translated, pins)) < 1e-12
 
 
 class Regressor(nn.Module):
