@@ -4,14 +4,15 @@ It covers the candidates that the lower bounds leave, with every recompute optio
 `planner.search.solve` cuts evenly in time and chooses blocks by what each saves alone: near the
 optimum, but not always optimal. Where few cuts are left, all are tried: each is first simulated
 without recomputation, which none of its sets of blocks can beat except by hiding more of ZeRO 3's
-collectives. GPipe is tried here as well: with unequal stages it may be faster than 1F1B. So is ZeRO
-3 that holds gathered parameters for a microbatch's backward.
+collectives; nor can a set beat one that it contains. GPipe is tried here as well: with unequal
+stages it may be faster than 1F1B. So is ZeRO 3 that holds gathered parameters for a microbatch's
+backward.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations, product
 
@@ -29,6 +30,7 @@ from graphaccel.planner.search.solve import Outcome, Problem, chunked, excess_of
 
 _CUTS = 1500  # of all candidates and orders of their axes together; with more, nothing is tried
 _PLANS = 4000  # that are simulated: some seconds at most
+_SETS = 40_000  # of blocks that are looked at
 _BETTER = 1 - 1e-9
 
 
@@ -48,35 +50,57 @@ def solve_whole(
     if ways > _CUTS:
         return
     plans: list[Plan] = []
-    tried, outcome.whole = 0, True
+    counts = _Counts()
     for bound, _, mesh in left:
         if bound >= limit:
             break
         for plan in _plans(problem, pins, mesh.on(bounds.plan(mesh.layout))):
-            floor = 0.0
-            for blocks in _sets(problem, pins, plan):
-                if _weighed(pins, plan, floor) >= limit * _BETTER:
-                    break
-                if tried == _PLANS:
-                    outcome.whole = False
-                    break
-                tried += 1
-                one = plan.with_recomputed(blocks)
-                if limit == math.inf and not problem.fits(one):
-                    continue  # most do not, where nothing has fitted so far
-                prediction = problem.time(one)
-                if not blocks:
-                    floor = _floor(one, prediction)
-                time = _weighed(pins, one, prediction.seconds)
-                if time >= limit * _BETTER:
-                    continue  # however little memory it takes
-                memory = problem.memory(one)
-                if excess_of(memory, problem.cluster) <= 0:
-                    limit = time
-                    plans.append(replace(one, prediction=replace(prediction, memory=memory)))
+            for one in _better(problem, pins, plan, limit, counts):
+                limit = _weighed(pins, one, seconds(one))
+                plans.append(one)
+    outcome.whole = not counts.ended
     for plan in plans:
         outcome.fitting.insert(0, plan)
         outcome.by_mesh[mesh_key(plan)] = plan
+
+
+class _Counts:
+    """What has been simulated, and looked at, so far."""
+
+    def __init__(self) -> None:
+        self.tried = self.seen = 0
+
+    @property
+    def ended(self) -> bool:
+        """Whether something was left out."""
+        return self.tried > _PLANS or self.seen > _SETS
+
+
+def _better(
+    problem: Problem, pins: Pins, plan: Plan, limit: float, counts: _Counts
+) -> Iterator[Plan]:
+    """The plan with each set of recomputed blocks that fits and is faster than `limit` and those
+    before."""
+    slow: set[frozenset[tuple[str, tuple[str, ...]]]] = set()
+    for blocks in _sets(problem, pins, plan, slow):
+        counts.seen += 1
+        if any(each <= blocks.items() for each in slow):
+            continue
+        counts.tried += 1
+        if counts.ended:
+            return
+        one = plan.with_recomputed(blocks)
+        if limit == math.inf and not problem.fits(one):
+            continue  # most do not, where nothing has fitted so far
+        prediction = problem.time(one)
+        time = _weighed(pins, one, prediction.seconds)
+        if time < limit * _BETTER:  # however little memory it takes otherwise
+            memory = problem.memory(one)
+            if excess_of(memory, problem.cluster) <= 0:
+                limit = time
+                yield replace(one, prediction=replace(prediction, memory=memory))
+        if _weighed(pins, one, _floor(one, prediction)) >= limit * _BETTER:
+            slow.add(frozenset(blocks.items()))
 
 
 def _left(
@@ -155,21 +179,34 @@ def _plans(problem: Problem, pins: Pins, plan: Plan) -> Iterator[Plan]:
                     yield held
 
 
-def _sets(problem: Problem, pins: Pins, plan: Plan) -> Iterator[dict[str, tuple[str, ...]]]:
-    """Sets of recomputed blocks with what is saved of each, the smallest first."""
+def _sets(
+    problem: Problem,
+    pins: Pins,
+    plan: Plan,
+    slow: Container[frozenset[tuple[str, tuple[str, ...]]]],
+) -> Iterator[dict[str, tuple[str, ...]]]:
+    """Sets of recomputed blocks with what is saved of each, the smallest first. slow: sets of which
+    no superset is wanted, filled meanwhile."""
     profile = problem.layouts.of(plan)
     names = profile.block_names
     if pins.recompute is not None:
         whole = {"none": (), "all": names}
         chosen = whole[pins.recompute] if isinstance(pins.recompute, str) else pins.recompute
-        return iter([dict.fromkeys(chosen, ())])
+        yield dict.fromkeys(chosen, ())
+        return
+    yield {}
+    if frozenset() in slow:
+        return
     options = [own for own in block_options(profile, problem.sized(plan)) if own]
-    return (
-        {own.name: own.saved for own in ways}
-        for size in range(len(options) + 1)
-        for blocks in combinations(options, size)
-        for ways in product(*blocks)
-    )
+    for size in range(1, len(options) + 1):
+        for blocks in combinations(options, size):
+            for ways in product(*blocks):
+                yield {own.name: own.saved for own in ways}
+        if size == 1:
+            options = [
+                [one for one in own if frozenset({(one.name, one.saved)}) not in slow]
+                for own in options
+            ]
 
 
 def _floor(plan: Plan, prediction: Prediction) -> float:
