@@ -36,6 +36,7 @@ from graphaccel.capture.export.reports import without_reports
 from graphaccel.capture.export.watch import INSIDE, Watch
 from graphaccel.capture.export.weights import Weights
 from graphaccel.capture.state.caches import caches_of, forget_traced, restore_buffers
+from graphaccel.capture.state.draws import generators_restored
 from graphaccel.capture.trace import Answers
 from graphaccel.compat.torch.asserted import assertions_passed, distributions_unchecked
 from graphaccel.compat.torch.export import (
@@ -304,6 +305,7 @@ def _exported(
         kwargs[_NUMBERS] = batch.state
     with (
         _state_restored(model),
+        generators_restored(),
         batched_experts(model),
         one_name_each(model),
         keywords_as_names(),

@@ -7,12 +7,11 @@ written once and unchanged in the next forward (a cache) is not state that a gra
 
 from __future__ import annotations
 
-import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path as File
 from types import FrameType
 from typing import Any
 
@@ -28,6 +27,7 @@ from graphaccel.capture.export.watch import Copies
 from graphaccel.capture.layers.runs import find_runs, shortened
 from graphaccel.capture.state.carried import Ops, Path, unread_of
 from graphaccel.capture.state.closures import memory_of
+from graphaccel.capture.state.draws import decide_nothing, generators_restored
 from graphaccel.capture.state.left import (
     changed_entries,
     entries_of,
@@ -38,7 +38,7 @@ from graphaccel.capture.state.left import (
     written_argument,
 )
 from graphaccel.capture.state.rules import run_rules
-from graphaccel.capture.state.successive import UNLIKELY, Passes, comparable
+from graphaccel.capture.state.successive import GENERATORS, UNLIKELY, Passes, comparable
 from graphaccel.compat.torch.export import exporting
 from graphaccel.compat.torch.fakes import FakeTensor
 from graphaccel.compat.torch.modules import conversions_checked
@@ -52,6 +52,7 @@ from graphaccel.guards.reads import Reads, is_library, line_of, recorded
 from graphaccel.guards.refusals import asks_outside, refuse_iterators, writes_to_argument
 from graphaccel.guards.tokens import MISSING
 from graphaccel.ir.replication.layers import KEPT
+from graphaccel.progress import progress
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def observe(fresh: Callable[[], nn.Module], batch: Batch, loss_fn: LossFn, many:
         Unsupported: it registers a parameter or buffer that was not there before (GA208).
         DrawnOutside: it draws from a generator of Python's or NumPy's (GA107), with the line.
     """
-    with _generators_restored():
+    with generators_restored():
         model = _few(fresh(), many)
         entries, registered = entries_of(model), _registered(model)
         called = (loss_fn,) if callable(loss_fn) else ()
@@ -122,12 +123,22 @@ def observe(fresh: Callable[[], nn.Module], batch: Batch, loss_fn: LossFn, many:
         if watch.reads_kept:
             watch.run(forward)
             watch.refuse_carried()
-        if watch.drew:
-            line = _draw(partial(forward, Ops()), reads)
-            raise DrawnOutside(
-                module=f"{type(model).__name__}.forward", generator=watch.drew, location=line
-            )
+        _refuse_drawn(watch, forward, type(model), reads)
         return _observed(watch, reads, watch.written(), forward, model, fresh, entered)
+
+
+def _refuse_drawn(watch: Passes, forward: Callable[[Ops], bool], kind: type, reads: Reads) -> None:
+    """Raises DrawnOutside for a draw that the last forward made, unless its value decides nothing:
+    that is left out, and said."""
+    drawn = watch.drew
+    if not drawn:
+        return
+    once = partial(forward, Ops())
+    line = _draw(once, reads)
+    if GENERATORS[-1] in drawn or not decide_nothing(once):
+        raise DrawnOutside(module=f"{kind.__name__}.forward", generator=drawn[0], location=line)
+    where = "" if line is None else f", {File(line.file).name}:{line.line}"
+    progress("left out", f"draws from {drawn[0]} that decide nothing{where}", 0.0)
 
 
 def _registered(model: nn.Module) -> set[str]:
@@ -237,17 +248,6 @@ def _exported(model: nn.Module, batch: Batch, loss_fn: LossFn, ops: Ops) -> bool
     except GraphAccelError:  # capture raises it once more
         return False
     return True
-
-
-@contextmanager
-def _generators_restored() -> Iterator[None]:
-    python, numpy, own = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
-    try:
-        yield
-    finally:
-        torch.random.set_rng_state(own)
-        random.setstate(python)
-        np.random.set_state(numpy)
 
 
 def _seeds(model: nn.Module, line: Location | None) -> StateFrozen:

@@ -29,6 +29,7 @@ _COLLECTED = (
     "return what it collects, and collect it in the script:  return loss, value  "
     "# with graphaccel.optimize(model, optimizer, outputs='all')"
 )
+GENERATORS = ("Python's `random`", "NumPy's `random`", "a generator of its own, outside of torch")
 _CALLER = "graphaccel/runtime/module.py"
 """Where the call of an optimized model arrives."""
 
@@ -144,14 +145,11 @@ class Passes:
         return not self._changed(-1) and not self.drew
 
     @property
-    def drew(self) -> str:
-        """The generator that the last forward drew from; "" for none."""
+    def drew(self) -> list[str]:
+        """The generators that the last forward drew from."""
         before, after = self._passes[-2].generators, self._passes[-1].generators
-        names = ("Python's `random`", "NumPy's `random`")
-        for i, (a, b) in enumerate(zip(before, after, strict=False)):
-            if a != b:
-                return names[i] if i < len(names) else "a generator of its own, outside of torch"
-        return ""
+        changed = [i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b]
+        return [GENERATORS[min(i, len(GENERATORS) - 1)] for i in changed]
 
     def written(self) -> frozenset[str]:
         """What the first forward wrote or took away, and the second did not change. Raises
