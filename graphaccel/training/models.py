@@ -121,10 +121,27 @@ def _class(task: str, config: PretrainedConfig) -> type[nn.Module]:
     return result[0] if isinstance(result, (list, tuple)) else result
 
 
+def check_positions(model: nn.Module, length: int) -> None:
+    """Raises BadTraining (GA418) where a row is longer than a table of positions that begins
+    behind the padding token, as RoBERTa's does."""
+    for name, table in model.named_modules():
+        if not (name.endswith("position_embeddings") and isinstance(table, nn.Embedding)):
+            continue
+        if table.padding_idx is None or length <= table.num_embeddings - table.padding_idx - 1:
+            continue
+        first = table.padding_idx + 1
+        raise BadTraining(
+            what=f"rows of {length:,} tokens, but the model's {table.num_embeddings:,} positions "
+            f"begin at {first}, behind the padding token",
+            help_line=f"--set max_position_embeddings={first + length}",
+        )
+
+
 def make_model(task: str, model: str, config: PretrainedConfig) -> nn.Module:
     """The model of a task: with the folder's weights, or random ones.
 
-    Raises BadTraining (GA418) where transformers has no such model for the task.
+    Raises BadTraining (GA418) where transformers has no such model for the task, or can not make
+    it.
     """
     _class(task, config)
     kind = _CLASSES[task]
@@ -132,7 +149,7 @@ def make_model(task: str, model: str, config: PretrainedConfig) -> nn.Module:
         if any((Path(model) / name).is_file() for name in _WEIGHTS):
             return kind.from_pretrained(model, config=config)
         return kind.from_config(config)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, AssertionError, RuntimeError) as error:
         raise BadTraining(what="the model can not be made", why=_line(error)) from error
 
 

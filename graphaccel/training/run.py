@@ -18,7 +18,7 @@ from graphaccel.errors import BadData, BadTraining
 from graphaccel.integrations.transformers import Trainer
 from graphaccel.training.batch import batch_pins
 from graphaccel.training.metrics import Metrics, MetricsBoard, MetricsFile
-from graphaccel.training.models import make_model, read_config
+from graphaccel.training.models import check_positions, make_model, read_config
 from graphaccel.training.rows import Rows, make_rows
 from graphaccel.training.settings import Settings, model_task
 from graphaccel.training.table import FirstRows
@@ -38,6 +38,7 @@ def train(settings: Settings, pins: Mapping[str, Any], devices: int) -> dict[str
     config = read_config(settings.model, settings.model_settings)
     rows = make_rows(settings, config)
     model = make_model(model_task(settings), settings.model, config)
+    check_positions(model, settings.length)
     batch = settings.global_batch // settings.gradient_accumulation
     planned = {**pins, **batch_pins(settings, pins, devices), "devices": devices}
     validation = rows.validation

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 
 from graphaccel.errors import BadTraining
-from graphaccel.training.models import fit_vocabulary, make_model, read_config
+from graphaccel.training.models import check_positions, fit_vocabulary, make_model, read_config
 
 SMALL = [("n_layer", "1"), ("n_embd", "8"), ("n_head", "2"), ("vocab_size", "16")]
 
@@ -96,3 +97,30 @@ def test_rows_longer_than_the_position_table(tmp_path: Path) -> None:
     assert "rows of 32 tokens, but the model has 16 positions\n  help: --length 16" in str(
         caught.value
     )
+
+
+NARROW: dict[str, Any] = {
+    "num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "intermediate_size": 8,
+    "vocab_size": 300,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("padding", [1, 20])
+def test_positions_that_begin_behind_the_padding_token(padding: int) -> None:
+    config = transformers.RobertaConfig(**NARROW, max_position_embeddings=32, pad_token_id=padding)
+    model = make_model("masked-lm", "roberta", config)
+    longest = 31 - padding
+    check_positions(model, longest)
+    model(torch.full((1, longest), 5))
+    with pytest.raises(BadTraining) as caught:
+        check_positions(model, longest + 1)
+    assert "--set max_position_embeddings=33" in str(caught.value)
+    with pytest.raises((IndexError, RuntimeError)):
+        model(torch.full((1, longest + 1), 5))
+    check_positions(transformers.BertModel(transformers.BertConfig(**NARROW)), 512)
+
+
+def test_a_model_that_torch_refuses_to_make() -> None:
+    config = transformers.RobertaConfig(**NARROW, max_position_embeddings=32, pad_token_id=299)
+    with pytest.raises(BadTraining, match="the model can not be made"):
+        make_model("masked-lm", "roberta", config)
