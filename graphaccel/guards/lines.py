@@ -33,6 +33,16 @@ def location(read: Read, *, writes: bool = False) -> Location | None:
     return Location(code.co_filename, at.lineno)
 
 
+def writes_name(read: Read) -> bool:
+    """Whether the code that reads a name also writes it."""
+    if read is None or isinstance(read, Location):
+        return False
+    code, name = read
+    return any(
+        i.argval == name and i.opname.startswith("STORE") for i in dis.get_instructions(code)
+    )
+
+
 def call_as_written(caller: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """The expression with which the script called the model, where a function of file `caller` is
     on the stack for it and Python knows the columns; else the form of such a call.

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from graphaccel.errors import StateFrozen
 from graphaccel.errors.messages import Location
 from graphaccel.guards.guards import Change
-from graphaccel.guards.lines import location
+from graphaccel.guards.lines import location, writes_name
 from graphaccel.guards.place import Place
 from graphaccel.guards.system import ASKS_FILES, ASKS_OTHERS, OPENS, Question
 
@@ -40,6 +40,24 @@ def too_many_values(change: Change) -> StateFrozen:
 
 def unsteady(change: Change) -> StateFrozen:
     """For a value that already changed when the step that was captured with it starts."""
+    name = change.place.name
+    last = name.rpartition(".")[2]
+    if last == "is_grad_enabled()":
+        return _refused(
+            change,
+            what="the forward asks `torch.is_grad_enabled()`, and is evaluated by a graph",
+            note="the graph has the branch with gradients",
+            reason="a graph is captured with gradients enabled, also where they are not",
+            help_line="ask whether it is trained:  if self.training:",
+        )
+    if writes_name(change.place.line):
+        return _refused(
+            change,
+            what=f"the forward sets `{name}`, to another value for other sizes of a batch",
+            note="the forward writes it",
+            reason="a step runs a graph, which writes no Python values",
+            help_line=f"set it in the script alone, before each step:  {last} = len(batch)",
+        )
     return _refused(
         change,
         what=f"`{change.place.name}` was {change.before} at capture and is {change.now} when the "

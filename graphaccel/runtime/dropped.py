@@ -56,6 +56,10 @@ class Dropped:
     __truediv__ = __rtruediv__ = __floordiv__ = __matmul__ = __rmatmul__ = __pow__ = _operate
     __mod__ = __format__ = __index__ = __contains__ = __round__ = _operate
     __rpow__ = __neg__ = __abs__ = __lt__ = __le__ = __gt__ = __ge__ = _operate
+    __eq__ = __ne__ = __rfloordiv__ = __rmod__ = __divmod__ = __rdivmod__ = __pos__ = _operate
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __invert__ = __call__ = _operate
+    __trunc__ = __floor__ = __ceil__ = __complex__ = __setitem__ = __delitem__ = _operate
+    __hash__ = object.__hash__
 
     def __repr__(self) -> str:
         return f"<{object.__getattribute__(self, '_name')}: not kept in training by this plan>"

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import graphaccel
+from graphaccel import errors
 from tests.support.captures import captures_of
 from tests.support.pool import Pool
 
@@ -72,3 +73,42 @@ def _difference(pins: dict[str, Any]) -> float:
 )
 def test_as_eager_mode(pool: Pool, pins: dict[str, Any]) -> None:
     assert max(pool.run(2, _difference, pins)) <= 1e-12
+
+
+class Asks(Masked):
+    """Doubles its result where no gradient is wanted."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+        scores = self.head(self.second(self.first(x).tanh()))
+        return F.cross_entropy(scores if torch.is_grad_enabled() else 2 * scores, labels)
+
+
+class Typed(Masked):
+    """The same as the refusal says."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+        scores = self.head(self.second(self.first(x).tanh()))
+        return F.cross_entropy(scores if self.training else 2 * scores, labels)
+
+
+def _asked(kind: type[nn.Module], planned: bool) -> float | str:
+    torch.manual_seed(0)
+    model = kind().double()
+    if planned:
+        graphaccel.optimize(model, pipeline=2, microbatches=2)
+    x, labels = torch.randn(8, 4).double(), torch.randint(5, (8,))
+    model(x, labels).backward()
+    model.eval()
+    try:
+        with torch.no_grad():
+            return model(x, labels).item()
+    except errors.StateFrozen as error:
+        return str(error)
+
+
+def test_a_forward_that_asks_whether_gradients_are_enabled(pool: Pool) -> None:
+    for text in pool.run(2, _asked, Asks, True):
+        assert "asks `torch.is_grad_enabled()`, and is evaluated by a graph" in str(text)
+        assert "if self.training:" in str(text)
+    for value in pool.run(2, _asked, Typed, True):
+        assert value == pytest.approx(_asked(Asks, False), abs=1e-12)
