@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import (
+    LoraConfig,
+    PeftModel,
+    PromptEncoderConfig,
+    get_peft_model,
+    get_peft_model_state_dict,
+)
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -148,6 +154,40 @@ def test_trainer_saves_and_resumes_adapters(pool: Pool, name: str, tmp_path: Pat
         assert apart(expected[2:], again[-2:]) < CLOSE
         assert ADAPTERS in files
         assert "model.safetensors" not in files
+
+
+def _prompted(kind: type, folder: str, **more: Any) -> None:
+    transformers.utils.logging.disable_progress_bar()
+    tuning = PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=2, encoder_hidden_size=8)
+    trainer = kind(
+        model=get_peft_model(base(), tuning).double(),
+        args=arguments(folder, eval_strategy="no", load_best_model_at_end=False),
+        train_dataset=Lines(40, seed=1),
+        **more,
+    )
+    trainer.train()
+
+
+@captures_of("prompts")
+def _prompted_under(plan: dict[str, Any], folder: str) -> None:
+    _prompted(Trainer, folder, optimize=plan)
+
+
+@pytest.mark.parametrize("name", ["zero3", "pipeline"])
+def test_trainer_saves_what_a_prompt_encoder_computes(
+    pool: Pool, name: str, tmp_path: Path
+) -> None:
+    """peft computes it when it saves, from parameters of which a rank has a part."""
+    _prompted(transformers.Trainer, str(tmp_path / "plain"))
+    pool.run(2, _prompted_under, PLANS[name], str(tmp_path / "planned"), timeout_s=300)
+    saved = [
+        load_file(tmp_path / kind / f"checkpoint-{step}" / ADAPTERS)["prompt_embeddings"]
+        for step in (2, 4)
+        for kind in ("plain", "planned")
+    ]
+    assert (saved[0] - saved[2]).abs().max() > 1e-4
+    torch.testing.assert_close(saved[1], saved[0], rtol=0, atol=CLOSE)
+    torch.testing.assert_close(saved[3], saved[2], rtol=0, atol=CLOSE)
 
 
 def test_a_parameter_that_the_forward_makes_for_itself() -> None:
