@@ -43,6 +43,8 @@ from graphaccel.capture.symbols import (
     SEQUENCE,
     SEQUENCES,
     attach_sizes,
+    evaluate,
+    fraction_sizes,
     same_structure,
     take_sizes,
 )
@@ -135,6 +137,15 @@ class StepGraph:
                 if size == symbol
             )
         return sizes
+
+    def serves(self, sizes: Mapping[sympy.Symbol, int]) -> bool:
+        """Whether all its sizes are whole numbers at these: half a length is not at an odd one."""
+        return all(isinstance(evaluate(e, sizes), int) for e in self._fractions)
+
+    @cached_property
+    def _fractions(self) -> frozenset[sympy.Expr]:
+        graph = self.graph if self.repeats is None else self.repeats.short.graph
+        return frozenset(e for node in graph.graph.nodes for e in fraction_sizes(node))
 
     @cached_property
     def positions(self) -> dict[str, int]:

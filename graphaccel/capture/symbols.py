@@ -10,7 +10,7 @@ the batch, and affine or quadratic in the sequence.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from math import prod
@@ -110,11 +110,12 @@ def tells(
     base: Mapping[sympy.Symbol, int],
     others: Sequence[tuple[sympy.Symbol, int, fx.GraphModule]],
     there: fx.GraphModule,
+    at: Mapping[sympy.Symbol, int],
 ) -> bool:
-    """Whether captures that differ from `base` in one symbol each tell the sizes of `there`, which
-    differs in all of them: a sum of two lengths is none of what `fit` finds."""
+    """Whether captures that differ from `base` in one symbol each tell the sizes of a further one,
+    `there`, with the sizes `at`: a sum of two lengths is none of what `fit` finds, nor is a
+    quotient that is rounded."""
     points = [(symbol, size) for symbol, size, _ in others]
-    at = {**base, **dict(points)}
     rows = [list(g.graph.nodes) for g in (graph, there, *(g for _, _, g in others))]
     calls = [[(n.op, _called(n), len(integers(n))) for n in row] for row in rows[:2]]
     if calls[0] != calls[1]:
@@ -130,6 +131,45 @@ def tells(
             if not _same(result, wanted) and not math.isclose(result, wanted, rel_tol=1e-9):
                 return False
     return True
+
+
+def spacing(graph: fx.GraphModule, other: fx.GraphModule, size: int, there: int) -> int:
+    """The distance of sizes at which what `fit` finds through two captures can be whole; 0 where
+    two tell all sizes. graph, other: captured at `size` and at `there`.
+
+    Where a size is divided, as by a convolution with a stride, two captures do not tell how the
+    result is rounded, and neither do they for a float.
+    """
+    distance, floats = 1, False
+    for node, copy in zip(graph.graph.nodes, other.graph.nodes, strict=True):
+        one, two = (_numbers(n) for n in (node, copy))
+        for value, changed in zip(one, two, strict=True):
+            if isinstance(value, float):
+                floats |= not _same(value, changed)
+            elif value and Fraction(int(changed), value) == Fraction(there, size) ** 2:
+                distance = math.lcm(distance, Fraction(value, size**2).denominator)
+            else:
+                slope = Fraction(int(changed) - value, there - size)
+                distance = math.lcm(distance, slope.denominator)
+    return distance if floats or distance > 1 else 0
+
+
+def _numbers(node: fx.Node) -> list[int | float]:
+    """The sizes of a node's results, and the numbers among its arguments."""
+    return [*map(int, _flat(_shapes(node.meta.get("val")))), *integers(node)]
+
+
+def _flat(value: Any) -> list[Any]:
+    return [n for part in value for n in _flat(part)] if isinstance(value, tuple) else [value]
+
+
+def fraction_sizes(node: fx.Node) -> Iterator[sympy.Expr]:
+    """The expressions of a node's whole numbers that are not whole at every size."""
+    own = integers(node)
+    whole = [e for i, e in node.meta.get("sizes", {}).items() if not isinstance(own[i], float)]
+    for expression in (*_flat(node.meta.get("dims", ())), *whole):
+        if isinstance(expression, sympy.Expr) and expression.as_numer_denom()[1] != 1:
+            yield expression
 
 
 def _called(node: fx.Node) -> str:

@@ -367,6 +367,8 @@ class Captures:
         if step.training != training or not has_dims(batch, step.batch_dims):
             return None
         sizes = step.sizes_of(batch)
+        if not step.serves(sizes):
+            return None
         if any((n == 1) != (step.sizes[symbol] == 1) for symbol, n in sizes.items()):
             return None  # a model may treat a size of one differently: squeeze(), broadcasting
         for node, spec in zip(input_nodes(step.graph), step.inputs, strict=True):
