@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NoReturn
 
 from graphaccel.errors import GraphAccelError, GraphMisuse, NeedsLauncher, TooManyDevices
 from graphaccel.runtime.rendezvous import example, meet, torch_meets
@@ -146,7 +147,8 @@ def launch(
     script = next((shlex.quote(part) for part in command if part.endswith(".py")), "train.py")
     several = example(devices, script)
     try:
-        with _stop_requests(logs) as signals, _restarts_named(flags):
+        asked = threading.Event()
+        with _stop_requests(logs, asked) as signals, _restarts_named(flags, asked):
             place = meet(flags, several)
             with torch_meets(place, several):
                 run.main([*flags, *signals, *tether, *command])
@@ -160,7 +162,7 @@ def launch(
             print(f"graphaccel: what the other ranks printed is in {logs}", file=sys.stderr)
         return code if code > 0 else 128 - code
     except SignalException as error:
-        return 128 + int(error.sigval)
+        return STOPPED if stopped.exists() else 128 + int(error.sigval)
     finally:
         if not keep:
             shutil.rmtree(logs)
@@ -175,11 +177,13 @@ class _Failures(logging.Filter):
     """Of what torch's launcher logs, says in one line which rank failed, where all start anew.
 
     The failure that ends the run is said by `launch`. Torch's own lines stay where LOGLEVEL is set.
+    asked: whether the run is asked to stop; a rank that then ends before it can save is no reason
+    to train on.
     """
 
-    def __init__(self, restarts: int, *, alone: bool) -> None:
+    def __init__(self, restarts: int, asked: threading.Event, *, alone: bool) -> None:
         super().__init__()
-        self._restarts, self._done = restarts, 0
+        self._restarts, self._done, self._asked = restarts, 0, asked
         self._place = "" if alone else " of this machine"
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -188,6 +192,8 @@ class _Failures(logging.Filter):
         if str(record.msg).startswith("failed (exitcode") and self._done < self._restarts:
             self._done += 1
             code, rank = int(str(known[0])), known[1]
+            if self._asked.is_set():
+                self._end(f"rank {rank}{self._place} ended first, with {_how(code)}")
             print(
                 f"graphaccel: rank {rank}{self._place} ended first, with {_how(code)}: all ranks "
                 f"start anew ({self._done} of {self._restarts} restarts)",
@@ -195,14 +201,21 @@ class _Failures(logging.Filter):
             )
         return "LOGLEVEL" in os.environ or record.levelno >= logging.CRITICAL
 
+    def _end(self, ended: str) -> NoReturn:
+        """Ends the launcher, which calls this before it starts the ranks anew."""
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+
+        print(f"graphaccel: {ended}: asked to stop, so no rank starts anew", file=sys.stderr)
+        raise SignalException("asked to stop", signal.SIGTERM)
+
 
 @contextmanager
-def _restarts_named(flags: Sequence[str]) -> Iterator[None]:
+def _restarts_named(flags: Sequence[str], asked: threading.Event) -> Iterator[None]:
     """Meanwhile each failure of a rank that is followed by a restart is said in a line."""
     given = [flag.partition("=")[2] for flag in flags if flag.startswith("--max-restarts=")]
     number = (given or [os.environ.get("PET_MAX_RESTARTS", "")])[-1]
     alone = bool(_alone(flags))
-    failures = _Failures(int(number) if number.isdigit() else 0, alone=alone)
+    failures = _Failures(int(number) if number.isdigit() else 0, asked, alone=alone)
     logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
     logger.addFilter(failures)
     try:
@@ -237,18 +250,19 @@ def _on_this_machine(devices: int) -> int:
 
 
 @contextmanager
-def _stop_requests(logs: str) -> Iterator[list[str]]:
+def _stop_requests(logs: str, asked: threading.Event) -> Iterator[list[str]]:
     """Meanwhile a SIGTERM is passed on to the ranks, which may save before they end, without the
     launcher's limit of 30 s. Gives the flags that leave this signal to us.
 
-    logs: a folder to remove where there are no ranks yet. Only on Linux, where a process can ask
-    for its children.
+    asked: set then. logs: a folder to remove where there are no ranks yet. Only on Linux, where a
+    process can ask for its children.
     """
     if not _children().exists():
         yield []
         return
 
     def pass_on(number: int, _: object) -> None:
+        asked.set()
         ranks = _ranks()
         for rank in ranks:
             with suppress(ProcessLookupError):

@@ -128,6 +128,19 @@ def test_sigterm_saves_and_ends_with_an_exit_code_of_its_own(tmp_path: Path) -> 
     assert line in error.splitlines()
 
 
+def test_a_run_that_is_asked_to_stop_before_it_can_save_is_not_restarted(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import os, time\nprint('pid', os.getpid(), flush=True)\ntime.sleep(60)\n")
+    run = _start("--devices", "2", "--all-output", "--max-restarts", "3", script)
+    _pids(run, 2)
+    run.send_signal(signal.SIGTERM)
+    out, error = run.communicate(timeout=LIMIT)
+    assert run.returncode == 128 + signal.SIGTERM, error
+    assert "pid" not in out
+    assert "with signal SIGTERM: asked to stop, so no rank starts anew" in error
+    assert error.count("ended first") == 1
+
+
 def test_ranks_die_with_their_launcher(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(ENDLESS)
