@@ -22,9 +22,10 @@ from graphaccel.capture.export.weights import layout_of
 from graphaccel.capture.state.caches import caches_of, forget_traced
 from graphaccel.capture.state.carried import Path
 from graphaccel.capture.state.numbers import same_but_numbers
-from graphaccel.capture.state.observe import Observed, observe
+from graphaccel.capture.state.observe import Observed, calls_of, observe
 from graphaccel.capture.stepgraph import MANY, StepGraph, capture, trained_names
 from graphaccel.compat.torch.fakes import FakeTensor
+from graphaccel.compiler.calls_by_size import CallsBySize
 from graphaccel.compiler.capture_apart import capture_apart
 from graphaccel.compiler.capture_context import without_autocast
 from graphaccel.compiler.input_checks import refuse_empty, refuse_untrained
@@ -73,6 +74,7 @@ class Captures:
         self._skeleton: nn.Module | None = None
         self._kept: dict[int, _Kept] = {}
         self._fixed: set[str] = set()  # numbers that cannot be inputs
+        self._calls = CallsBySize(self._called)
         self._said: set[Question] = set()
         self.asked: dict[str, torch.Tensor] = {}
 
@@ -91,9 +93,10 @@ class Captures:
         refuse_empty(batch, first=not self.steps)
         others = []
         for step, sizes in self._fitting_steps(batch, training):
-            if self.guards(step, batch).hold():
+            if not self.guards(step, batch).hold():
+                others.append(step)
+            elif self._calls.hold(step, batch):
                 return step, sizes
-            others.append(step)
         start = time.perf_counter()
         fixed = fixed and not training and all(step.training for step in self.steps.values())
         with running("capture"):
@@ -108,7 +111,9 @@ class Captures:
     def knows(self, batch: Batch, *, training: bool = True) -> bool:
         """Whether a step for this batch and the current Python state is cached."""
         steps = self._fitting_steps(batch, training)
-        return any(self.guards(step, batch).hold() for step, _ in steps)
+        return any(
+            self.guards(step, batch).hold() and self._calls.hold(step, batch) for step, _ in steps
+        )
 
     def keep(self, batch: Batch, step: StepGraph) -> None:
         """Use another rank's capture of the training step of this batch."""
@@ -150,7 +155,7 @@ class Captures:
         latest = None
         for step, _ in self._fitting_steps(batch, training, trained):
             guards = self.guards(step, batch)
-            if guards.hold():
+            if guards.hold() and self._calls.hold(step, batch):
                 return repr((step.fingerprint, guards.numbers_now()))
             latest = latest or guards
         changes = () if latest is None else latest.changes()
@@ -189,6 +194,11 @@ class Captures:
         self._guarded(step, batch, observed, recorded, numbers)
         self.steps[(batch.signature(), training, len(self.steps))] = step
         return step
+
+    def _called(self, batch: Batch, training: bool) -> tuple[Any, ...] | None:
+        model, built = self._faked(batch, training)
+        with self._capturing():
+            return calls_of(model, built, self.model.loss_fn, ALL if self.asked else MANY)
 
     def _inputs(
         self, batch: Batch, training: bool, before: StepGraph, observed: Observed
@@ -316,6 +326,7 @@ class Captures:
             tensors=_constants(step, recorded),
         )
         guards.watch_content(recorded)
+        self._calls.note(step, batch, observed.calls)
         self._kept[id(step)] = kept = _Kept(step, guards, observed.left)
         return kept
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path as File
 from types import FrameType
@@ -61,12 +61,14 @@ class Observed:
 
     written: names of places that the forward writes itself, the same each time. left: where it
     leaves a new tensor, or another value, each time without reading it later: paths in the model,
-    and places outside of it.
+    and places outside of it. calls: the operators of a forward, in order; None where it needs
+    values.
     """
 
     reads: Reads = field(repr=False)
     written: frozenset[str]
     left: tuple[Path | Place, ...] = ()
+    calls: tuple[Any, ...] | None = field(default=None, repr=False)
 
 
 def observe(fresh: Callable[[], nn.Module], batch: Batch, loss_fn: LossFn, many: int) -> Observed:
@@ -88,6 +90,7 @@ def observe(fresh: Callable[[], nn.Module], batch: Batch, loss_fn: LossFn, many:
         with recorded(objects_of(model, *called)) as reads, output_dropped(reads.note):
             ops = Ops()
             run = _run if _run(model, batch, loss_fn, ops) else _exported
+            calls = tuple(ops.names) if run is _run else None
             if run is _exported:
                 _exported(model, batch, loss_fn, ops)
             run_rules(model, reads, ops)
@@ -102,9 +105,9 @@ def observe(fresh: Callable[[], nn.Module], batch: Batch, loss_fn: LossFn, many:
         reads.copies.append(model)
         reads.roots |= {"loss_fn": loss_fn} if called else {}
         reads.roots.update((ARGUMENTS, n.values) for n in batch.leaves if isinstance(n, CallNumber))
-        result = places(model, reads)
-        _refuse_left_outside(result, ops)
-        refuse_iterators(result.values())
+        read = places(model, reads)
+        _refuse_left_outside(read, ops)
+        refuse_iterators(read.values())
         model = _few(fresh(), many)
         reads.copies.append(model)
         watch = Passes(model, reads, batch)
@@ -118,13 +121,24 @@ def observe(fresh: Callable[[], nn.Module], batch: Batch, loss_fn: LossFn, many:
         if not ran:  # capture reports the reason
             return Observed(reads, frozenset())
         if watch.unchanged and not watch.keeps and not entered:
-            return _observed(watch, reads, frozenset(), forward, model, fresh, ())
+            result = _observed(watch, reads, frozenset(), forward, model, fresh, ())
+            return replace(result, calls=calls)
         watch.run(forward)
         if watch.reads_kept:
             watch.run(forward)
             watch.refuse_carried()
         _refuse_drawn(watch, forward, type(model), reads)
-        return _observed(watch, reads, watch.written(), forward, model, fresh, entered)
+        result = _observed(watch, reads, watch.written(), forward, model, fresh, entered)
+        return replace(result, calls=calls)
+
+
+def calls_of(model: nn.Module, batch: Batch, loss_fn: LossFn, many: int) -> tuple[Any, ...] | None:
+    """The operators that the forward of a fake model calls on a fake batch; None where it needs
+    values. many: as in `observe`."""
+    ops = Ops()
+    with generators_restored(), output_dropped():
+        ran = _run(_few(model, many), batch, loss_fn, ops)
+    return tuple(ops.names) if ran else None
 
 
 def _refuse_drawn(watch: Passes, forward: Callable[[Ops], bool], kind: type, reads: Reads) -> None:
