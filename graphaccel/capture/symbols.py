@@ -114,14 +114,14 @@ def tells(
 ) -> bool:
     """Whether captures that differ from `base` in one symbol each tell the sizes of a further one,
     `there`, with the sizes `at`: a sum of two lengths is none of what `fit` finds, nor is a
-    quotient that is rounded."""
+    quotient that is rounded. The shapes of indices and masks are not compared, as by `spacing`."""
     points = [(symbol, size) for symbol, size, _ in others]
     rows = [list(g.graph.nodes) for g in (graph, there, *(g for _, _, g in others))]
     calls = [[(n.op, _called(n), len(integers(n))) for n in row] for row in rows[:2]]
     if calls[0] != calls[1]:
         return False
     for node, built, *copies in zip(*rows, strict=True):
-        if "val" in node.meta:
+        if _computes(node):
             dims = _dims(node.meta["val"], [c.meta["val"] for c in copies], base, points)
             if _evaluated(dims, at) != _shapes(built.meta["val"]):
                 return False
@@ -138,7 +138,8 @@ def spacing(graph: fx.GraphModule, other: fx.GraphModule, size: int, there: int)
     two tell all sizes. graph, other: captured at `size` and at `there`.
 
     Where a size is divided, as by a convolution with a stride, two captures do not tell how the
-    result is rounded, and neither do they for a float.
+    result is rounded, and neither do they for a float. Shapes of indices and masks
+    (`ids[::4] = 0`) are not looked at: each batch is computed with its own.
     """
     distance, floats = 1, False
     for node, copy in zip(graph.graph.nodes, other.graph.nodes, strict=True):
@@ -155,8 +156,20 @@ def spacing(graph: fx.GraphModule, other: fx.GraphModule, size: int, there: int)
 
 
 def _numbers(node: fx.Node) -> list[int | float]:
-    """The sizes of a node's results, and the numbers among its arguments."""
-    return [*map(int, _flat(_shapes(node.meta.get("val")))), *integers(node)]
+    """The sizes of what a node computes, and the numbers among its arguments."""
+    shapes = _flat(_shapes(node.meta["val"])) if _computes(node) else []
+    return [*map(int, shapes), *integers(node)]
+
+
+def _computes(node: fx.Node) -> bool:
+    """Whether a node's result has real numbers, not indices or masks alone."""
+    value = node.meta.get("val")
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return any(isinstance(v, torch.Tensor) and not _is_index(v) for v in values)
+
+
+def _is_index(value: torch.Tensor) -> bool:
+    return not (value.is_floating_point() or value.is_complex())
 
 
 def _flat(value: Any) -> list[Any]:
