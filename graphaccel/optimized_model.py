@@ -400,7 +400,7 @@ class Handle:
         variant = steps.evaluation(batch)
         prepared.session.follow()
         leaves = variant.leaves(prepared.session, leaves)
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():  # what an executor keeps serves later
             result = prepared.session.evaluate(variant.compiled, leaves)
         drop_left(run.model, variant.left)
         outputs = own_rows(run, whole, variant.step, result.outputs)

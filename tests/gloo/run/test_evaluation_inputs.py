@@ -46,7 +46,7 @@ def _trained(pins: dict[str, Any] | None) -> list[Tensor]:
     if pins is not None:
         graphaccel.optimize(model, optimizer, **pins)
     found = []
-    for _ in range(2):
+    for mode in (torch.inference_mode, torch.no_grad):
         x, mask = torch.randn(8, 4).double(), torch.rand(8, 8).double()
         labels = torch.randint(5, (8,))
         optimizer.zero_grad()
@@ -54,7 +54,7 @@ def _trained(pins: dict[str, Any] | None) -> list[Tensor]:
         loss.backward()
         optimizer.step()
         model.eval()
-        with torch.no_grad():
+        with mode():
             nothing, scores = model(x)
             found += [loss.detach(), scores, *model(x, labels=labels)]
         assert nothing is None
