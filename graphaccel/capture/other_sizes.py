@@ -28,12 +28,14 @@ def at_points(
     dims: Mapping[int, int],
     answers: Answers,
     forward: ForwardGraph,
+    lengths: int,
 ) -> list[tuple[Point, ForwardGraph]]:
     """The captures that tell how a step depends on the sizes of its batch. forward: that of the
-    batch itself. A size of which the model takes one value alone has none."""
+    batch itself. lengths: how many may vary. A size of which the model takes one value alone has
+    none."""
     others: list[tuple[Point, ForwardGraph]] = []
     changes: dict[sympy.Symbol, _Change] = {}
-    for point in points(batch, dims):
+    for point in points(batch, dims, lengths):
         for where in point.places:
             change = where, point.other
             variant = _at_other_size(model, batch, loss_fn, [change], answers)

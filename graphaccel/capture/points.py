@@ -1,7 +1,8 @@
 """Which sizes of a batch may vary, and at which others a step is captured as well.
 
 Besides the number of examples it is the length of the integer matrices. Where they have two, as
-those of an encoder and a decoder, each has a symbol of its own.
+those of an encoder and a decoder, each has a symbol of its own, once both have been seen to vary:
+that takes three captures more.
 """
 
 from __future__ import annotations
@@ -38,10 +39,11 @@ class Point:
     places: tuple[Dims, ...]
 
 
-def points(batch: Batch, batch_dims: Dims) -> list[Point]:
-    """The captures that tell how the sizes of a step depend on those of its batch."""
+def points(batch: Batch, batch_dims: Dims, most: int) -> list[Point]:
+    """The captures that tell how the sizes of a step depend on those of its batch. most: how many
+    lengths may vary."""
     size, lengths = batch_size(batch, batch_dims), sequence_lengths(batch, batch_dims)
-    symbols = {1: (SEQUENCE,), 2: SEQUENCES}.get(len(lengths), ())
+    symbols = {1: (SEQUENCE,), 2: SEQUENCES}.get(len(lengths), ()) if len(lengths) <= most else ()
     more = next(n for n in count(size + 2, 2) if n not in lengths)
     results = [Point(BATCH, size, more, (batch_dims,))]
     for symbol, (length, integers) in zip(symbols, lengths.items(), strict=False):

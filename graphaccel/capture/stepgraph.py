@@ -189,6 +189,7 @@ def capture(
     many: int | None = MANY,
     batch_dims: Mapping[int, int] | None = None,
     splits: Callable[[StepGraph], bool] | None = None,
+    lengths: int = 1,
 ) -> StepGraph:
     """Capture one training step of `model` on `batch`; weights are neither read nor changed.
 
@@ -201,6 +202,7 @@ def capture(
       `batch_dims.assignments` with which the capture at another size has the same structure and
       `splits` says yes.
     splits: whether a step can be split over its batch; None where a split is not wanted.
+    lengths: how many sequence lengths may vary; a batch that has more is captured with its own.
 
     Raises: TensorBranch (GA101), CaptureRefused (GA102).
     """
@@ -215,7 +217,8 @@ def capture(
     sized: StepGraph | None = None
     for dims in options:
         known = first.forward if first is not None and not runs else None
-        step = _with_dims(model, batch, loss_fn, symbolic, runs, dims, answers, known)
+        varying = lengths if symbolic else None
+        step = _with_dims(model, batch, loss_fn, varying, runs, dims, answers, known)
         if not symbolic or ((BATCH in step.sizes or not dims) and (not splits or splits(step))):
             return step
         first = first or step
@@ -229,26 +232,27 @@ def _with_dims(
     model: nn.Module,
     batch: Batch,
     loss_fn: LossFn,
-    symbolic: bool,
+    varying: int | None,
     runs: tuple[Run, ...],
     dims: Mapping[int, int],
     answers: Answers,
     known: ForwardGraph | None,
 ) -> StepGraph:
-    """The step with these batch dims. known: the forward of this batch."""
+    """The step with these batch dims. varying: how many lengths may vary, None where no size
+    may. known: the forward of this batch."""
     if runs:
         try:
-            return _repeated(model, batch, loss_fn, symbolic, runs, dims, answers)
+            return _repeated(model, batch, loss_fn, varying, runs, dims, answers)
         except (NotRepeated, GraphAccelError) as reason:  # the full model is captured instead
             log.info("all layers are captured: %s", reason)
-    return _captured(model, batch, loss_fn, symbolic, dims, answers, known)
+    return _captured(model, batch, loss_fn, varying, dims, answers, known)
 
 
 def _captured(
     model: nn.Module,
     batch: Batch,
     loss_fn: LossFn,
-    symbolic: bool,
+    varying: int | None,
     dims: Mapping[int, int],
     answers: Answers,
     known: ForwardGraph | None = None,
@@ -258,8 +262,8 @@ def _captured(
     forward = known or forward_graph(model, batch, loss_fn, answers)
     base = {BATCH: size} if dims and size else {}
     others: list[tuple[Point, ForwardGraph]] = []
-    if symbolic and base:
-        others = at_points(model, batch, loss_fn, dims, answers, forward)
+    if varying is not None and base:
+        others = at_points(model, batch, loss_fn, dims, answers, forward, varying)
         base = {point.symbol: point.size for point, _ in others}
     return assemble(
         forward,
@@ -277,7 +281,7 @@ def _repeated(
     model: nn.Module,
     batch: Batch,
     loss_fn: LossFn,
-    symbolic: bool,
+    varying: int | None,
     runs: tuple[Run, ...],
     dims: Mapping[int, int],
     answers: Answers,
@@ -288,7 +292,7 @@ def _repeated(
     """
     prove_repeats(model, batch, loss_fn, runs, KEPT)
     few = shortened(model, dict.fromkeys(runs, KEPT))
-    short = _captured(few, batch, loss_fn, symbolic, dims, answers)
+    short = _captured(few, batch, loss_fn, varying, dims, answers)
     more = [shortened(model, {r: KEPT + (r is run) for r in runs}) for run in runs]
     with without_stack_traces():
         longer = tuple(_captured(one, batch, loss_fn, False, dims, answers) for one in more)

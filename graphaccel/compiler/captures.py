@@ -262,10 +262,12 @@ class Captures:
     ) -> StepGraph:
         given = self.given_dims(built)
         splits = self.splits if training else None
+        # Each costs captures at further sizes: two may vary once one capture did not do.
+        lengths = 1 + any(step.training == training for step in self.steps.values())
 
         def captured(batch: Batch) -> StepGraph:
-            asked = {"symbolic": symbolic, "many": many, "batch_dims": given, "splits": splits}
-            return capture(model, batch, self.model.loss_fn, **asked)
+            sizes = {"symbolic": symbolic, "lengths": lengths, "batch_dims": given}
+            return capture(model, batch, self.model.loss_fn, many=many, splits=splits, **sizes)
 
         with self._capturing():
             step = capture_apart(captured, built, given) if symbolic else captured(built)
