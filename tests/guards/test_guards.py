@@ -74,7 +74,7 @@ def guarded(model: nn.Module) -> Any:
     captures = Captures(model_of(model, None, None, "cpu"))
     batch = flatten_call((torch.ones(2, 4),), {})
     step: Any = SimpleNamespace(
-        training=True, inputs=(), forward=SimpleNamespace(constants={}, attributes={})
+        training=True, inputs=(), sizes={}, forward=SimpleNamespace(constants={}, attributes={})
     )
     return captures.guards(step, batch)
 
