@@ -295,7 +295,7 @@ def _repeated(
     short = _captured(few, batch, loss_fn, varying, dims, answers)
     more = [shortened(model, {r: KEPT + (r is run) for r in runs}) for run in runs]
     with without_stack_traces():
-        longer = tuple(_captured(one, batch, loss_fn, False, dims, answers) for one in more)
+        longer = tuple(_captured(one, batch, loss_fn, None, dims, answers) for one in more)
     return expanded(Repeats(runs, short, longer), tied_names(model), trained_names(model))
 
 

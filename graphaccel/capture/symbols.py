@@ -316,6 +316,20 @@ def fit(
     return _fitted(value, tuple(others), tuple(base[symbol] for symbol, _ in points), tuple(points))
 
 
+def is_fitted(
+    value: int | float,
+    others: Sequence[int | float],
+    base: Mapping[sympy.Symbol, int],
+    points: Sequence[tuple[sympy.Symbol, int]],
+) -> bool:
+    """Whether there is an expression of `fit`: floats that change by no power of a size have
+    none."""
+    return not isinstance(value, float) or all(
+        _same(other, value) or _power(value, other, size / base[symbol]) is not None
+        for other, (symbol, size) in zip(others, points, strict=True)
+    )
+
+
 @lru_cache(maxsize=1 << 16, typed=True)
 def _fitted(
     value: int | float,

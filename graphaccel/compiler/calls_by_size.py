@@ -1,4 +1,5 @@
-"""Whether a forward calls the same operators for other sizes of a batch: `if len(x) > 16:`.
+"""Whether a forward calls the same operators, with numbers that follow, for other sizes of a batch:
+`if len(x) > 16:`.
 
 A step that is captured at two sizes has sizes as expressions, and one side of a branch that both
 take alike.
@@ -6,11 +7,20 @@ take alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import Any
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import replace
+
+import sympy
+import torch
 
 from graphaccel.capture.batch import Batch
+from graphaccel.capture.state.observe import Calls
 from graphaccel.capture.stepgraph import StepGraph
+from graphaccel.capture.symbols import evaluate, fit, is_fitted
+from graphaccel.ir.replication.unfold import input_nodes
+
+_Sizes = Mapping[sympy.Symbol, int]
 
 
 class CallsBySize:
@@ -19,23 +29,82 @@ class CallsBySize:
     called: (batch, training) → the operators, None where the forward does not run without data.
     """
 
-    def __init__(self, called: Callable[[Batch, bool], tuple[Any, ...] | None]) -> None:
+    def __init__(self, called: Callable[[Batch, bool], Calls | None]) -> None:
         self._called = called
-        self._at_capture: dict[int, tuple[Hashable, tuple[Any, ...] | None]] = {}
+        self._at_capture: dict[int, tuple[Hashable, Calls | None]] = {}
         self._same: dict[Hashable, bool] = {}
+        self._known: dict[Hashable, Calls | None] = {}
 
-    def note(self, step: StepGraph, batch: Batch, calls: tuple[Any, ...] | None) -> None:
+    def note(self, step: StepGraph, batch: Batch, calls: Calls | None) -> None:
         """A step was captured of this batch, and these are the operators of the forward."""
         if step.sizes:
             self._at_capture[id(step)] = batch.signature(), calls
 
-    def hold(self, step: StepGraph, batch: Batch) -> bool:
-        """Whether a step serves this batch, in the Python state of its capture."""
+    def hold(self, step: StepGraph, batch: Batch, numbers: tuple[float, ...]) -> bool:
+        """Whether a step serves this batch, in the Python state of its capture. numbers: of the
+        model, that are the step's inputs now."""
         signature, calls = self._at_capture.get(id(step), (None, None))
         if calls is None or signature == batch.signature():
             return True
         key = (id(step), batch.signature())
         if key not in self._same:
             now = self._called(batch, step.training)
-            self._same[key] = now is None or now == calls
+            self._same[key] = now is None or (
+                now.names == calls.names and self._follow(step, batch, numbers, now)
+            )
         return self._same[key]
+
+    def _follow(
+        self, step: StepGraph, batch: Batch, numbers: tuple[float, ...], now: Calls
+    ) -> bool:
+        """Whether numbers among the arguments are those that the step has for these sizes."""
+        sizes = step.sizes_of(batch)
+        base = self._at(step, batch, step.sizes, numbers)
+        if base is None or base.names != now.names:
+            return base is None
+        points: list[tuple[sympy.Symbol, int]] = []
+        others: list[Calls] = []
+        for symbol, size in step.sizes.items():
+            if sizes[symbol] == size:
+                continue
+            for other in _others(size, sizes[symbol]):
+                calls = self._at(step, batch, {**step.sizes, symbol: other}, numbers)
+                if calls is not None and calls.names == now.names:
+                    points.append((symbol, other))
+                    others.append(calls)
+                    break
+            else:
+                return True  # the model takes no further size: nothing tells
+        rows = zip(base.numbers, now.numbers, *(one.numbers for one in others), strict=False)
+        return all(
+            is_fitted(value, various, step.sizes, points)
+            and math.isclose(
+                evaluate(fit(value, various, step.sizes, points), sizes), wanted, rel_tol=1e-9
+            )
+            for value, wanted, *various in rows
+            if not (math.isnan(value) and math.isnan(wanted))
+        )
+
+    def _at(
+        self, step: StepGraph, batch: Batch, sizes: _Sizes, numbers: tuple[float, ...]
+    ) -> Calls | None:
+        """The operators for a batch with other sizes."""
+        key = (id(step), tuple(sizes.values()), numbers)
+        if key not in self._known:
+            self._known[key] = self._called(_resized(step, batch, sizes), step.training)
+        return self._known[key]
+
+
+def _others(size: int, now: int) -> Iterator[int]:
+    """Further sizes to run at: what divides the size divides them, too."""
+    yield from (n for n in (2 * size, 3 * size, size // 2) if n not in (size, now) and n > 1)
+
+
+def _resized(step: StepGraph, batch: Batch, sizes: _Sizes) -> Batch:
+    """A batch of the step with these sizes, without values."""
+    leaves = list(batch.leaves)
+    for node, spec in zip(input_nodes(step.graph), step.inputs, strict=True):
+        if spec.kind == "batch" and isinstance(leaves[spec.leaf], torch.Tensor):
+            shape = [int(evaluate(dim, sizes)) for dim in node.meta["dims"]]
+            leaves[spec.leaf] = leaves[spec.leaf].detach().new_empty(shape)
+    return replace(batch, leaves=tuple(leaves))

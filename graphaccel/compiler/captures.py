@@ -22,7 +22,7 @@ from graphaccel.capture.export.weights import layout_of
 from graphaccel.capture.state.caches import caches_of, forget_traced
 from graphaccel.capture.state.carried import Path
 from graphaccel.capture.state.numbers import same_but_numbers
-from graphaccel.capture.state.observe import Observed, calls_of, observe
+from graphaccel.capture.state.observe import Calls, Observed, calls_of, observe
 from graphaccel.capture.stepgraph import MANY, StepGraph, capture, trained_names
 from graphaccel.compat.torch.fakes import FakeTensor
 from graphaccel.compiler.calls_by_size import CallsBySize
@@ -62,9 +62,9 @@ class _Kept:
 class Captures:
     """Captures a model when a batch needs it, and caches the captured steps.
 
-    steps: (signature of the batch, training, number) → step. capturing: whether a capture is
-    running. splits: whether a step can be split over its batch, where a plan may want to. asked:
-    buffers whose values the forward asks for, with what they were.
+    steps: (signature of the batch, training, number) → step. capturing: whether one is running.
+    splits: whether a step can be split over its batch, where a plan may want to. asked: buffers
+    whose values the forward asks for, with what they were.
     """
 
     def __init__(self, model: Model) -> None:
@@ -93,10 +93,10 @@ class Captures:
         refuse_empty(batch, first=not self.steps)
         others = []
         for step, sizes in self._fitting_steps(batch, training):
+            if self._serves(step, batch):
+                return step, sizes
             if not self.guards(step, batch).hold():
                 others.append(step)
-            elif self._calls.hold(step, batch):
-                return step, sizes
         start = time.perf_counter()
         fixed = fixed and not training and all(step.training for step in self.steps.values())
         with running("capture"):
@@ -110,10 +110,7 @@ class Captures:
 
     def knows(self, batch: Batch, *, training: bool = True) -> bool:
         """Whether a step for this batch and the current Python state is cached."""
-        steps = self._fitting_steps(batch, training)
-        return any(
-            self.guards(step, batch).hold() and self._calls.hold(step, batch) for step, _ in steps
-        )
+        return any(self._serves(step, batch) for step, _ in self._fitting_steps(batch, training))
 
     def keep(self, batch: Batch, step: StepGraph) -> None:
         """Use another rank's capture of the training step of this batch."""
@@ -154,10 +151,9 @@ class Captures:
         that will run the same step. "" before the first capture. trained: `trained_names` now."""
         latest = None
         for step, _ in self._fitting_steps(batch, training, trained):
-            guards = self.guards(step, batch)
-            if guards.hold() and self._calls.hold(step, batch):
-                return repr((step.fingerprint, guards.numbers_now()))
-            latest = latest or guards
+            latest = latest or self.guards(step, batch)
+            if self._serves(step, batch):
+                return repr((step.fingerprint, self.guards(step, batch).numbers_now()))
         changes = () if latest is None else latest.changes()
         return repr(sorted((c.place.name, c.now) for c in changes)) if changes else ""
 
@@ -195,7 +191,11 @@ class Captures:
         self.steps[(batch.signature(), training, len(self.steps))] = step
         return step
 
-    def _called(self, batch: Batch, training: bool) -> tuple[Any, ...] | None:
+    def _serves(self, step: StepGraph, batch: Batch) -> bool:
+        guards = self.guards(step, batch)
+        return guards.hold() and self._calls.hold(step, batch, guards.numbers_now())
+
+    def _called(self, batch: Batch, training: bool) -> Calls | None:
         model, built = self._faked(batch, training)
         with self._capturing():
             return calls_of(model, built, self.model.loss_fn, ALL if self.asked else MANY)

@@ -34,17 +34,18 @@ class Ops(TorchDispatchMode):
     `before`. Where the forward asks for the value of a tensor, which has none, it gets a number,
     the same ones in each forward, so that what it does with numbers can be followed.
 
-    before: storage key → tensor, of an earlier forward. names: the operators. computed: storage key
-    → tensor. read: storage key in `before` → the first line that reads it. written: lines that
-    write to tensors that are neither in `own` (storages of weights, buffers, batch) nor computed by
-    the forward. asked: how many values of tensors it asked for. shift: added to these numbers.
-    argument: the name of what it puts into a container of its call. returned: what it returns.
-    hooked: whether it sets a hook on a tensor.
+    before: storage key → tensor, of an earlier forward. names: the operators. numbers: those among
+    their arguments. computed: storage key → tensor. read: storage key in `before` → the first line
+    that reads it. written: lines that write to tensors that are neither in `own` (storages of
+    weights, buffers, batch) nor computed by the forward. asked: how many values of tensors it asked
+    for. shift: added to these numbers. argument: the name of what it puts into a container of its
+    call. returned: what it returns. hooked: whether it sets a hook on a tensor.
     """
 
     own: frozenset[int] = frozenset()
     before: Mapping[int, torch.Tensor] = field(default_factory=dict)
     names: list[Any] = field(default_factory=list)
+    numbers: list[int | float] = field(default_factory=list)
     computed: dict[int, torch.Tensor] = field(default_factory=dict)
     read: dict[int, Location | None] = field(default_factory=dict)
     written: dict[int, Location | None] = field(default_factory=dict)
@@ -64,9 +65,11 @@ class Ops(TorchDispatchMode):
             return args[0].device
         kwargs = kwargs or {}
         self.names.append(func)
+        leaves = pytree.tree_leaves((args, kwargs))
+        self.numbers += (x for x in leaves if type(x) is int or type(x) is float)
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._number(args[0].dtype)
-        given = {memory_of(t) for t in _tensors((args, kwargs))}
+        given = {memory_of(x) for x in leaves if isinstance(x, torch.Tensor)}
         for key in given & self.before.keys() - self.read.keys():
             self.read[key] = line_of(sys._getframe(1))
         for tensor in _written(func, args, kwargs):

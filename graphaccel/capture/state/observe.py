@@ -56,6 +56,14 @@ from graphaccel.progress import progress
 
 
 @dataclass(frozen=True)
+class Calls:
+    """The operators of a forward, in order, and the numbers among their arguments."""
+
+    names: tuple[Any, ...]
+    numbers: tuple[int | float, ...]
+
+
+@dataclass(frozen=True)
 class Observed:
     """What a forward read.
 
@@ -68,7 +76,7 @@ class Observed:
     reads: Reads = field(repr=False)
     written: frozenset[str]
     left: tuple[Path | Place, ...] = ()
-    calls: tuple[Any, ...] | None = field(default=None, repr=False)
+    calls: Calls | None = field(default=None, repr=False)
 
 
 def observe(fresh: Callable[[], nn.Module], batch: Batch, loss_fn: LossFn, many: int) -> Observed:
@@ -90,7 +98,7 @@ def observe(fresh: Callable[[], nn.Module], batch: Batch, loss_fn: LossFn, many:
         with recorded(objects_of(model, *called)) as reads, output_dropped(reads.note):
             ops = Ops()
             run = _run if _run(model, batch, loss_fn, ops) else _exported
-            calls = tuple(ops.names) if run is _run else None
+            calls = Calls(tuple(ops.names), tuple(ops.numbers)) if run is _run else None
             if run is _exported:
                 _exported(model, batch, loss_fn, ops)
             run_rules(model, reads, ops)
@@ -132,13 +140,13 @@ def observe(fresh: Callable[[], nn.Module], batch: Batch, loss_fn: LossFn, many:
         return replace(result, calls=calls)
 
 
-def calls_of(model: nn.Module, batch: Batch, loss_fn: LossFn, many: int) -> tuple[Any, ...] | None:
-    """The operators that the forward of a fake model calls on a fake batch; None where it needs
-    values. many: as in `observe`."""
+def calls_of(model: nn.Module, batch: Batch, loss_fn: LossFn, many: int) -> Calls | None:
+    """What the forward of a fake model calls on a fake batch; None where it needs values. many: as
+    in `observe`."""
     ops = Ops()
     with generators_restored(), output_dropped():
         ran = _run(_few(model, many), batch, loss_fn, ops)
-    return tuple(ops.names) if ran else None
+    return Calls(tuple(ops.names), tuple(ops.numbers)) if ran else None
 
 
 def _refuse_drawn(watch: Passes, forward: Callable[[Ops], bool], kind: type, reads: Reads) -> None:
