@@ -104,7 +104,7 @@ def _resized(step: StepGraph, batch: Batch, sizes: _Sizes) -> Batch:
     """A batch of the step with these sizes, without values."""
     leaves = list(batch.leaves)
     for node, spec in zip(input_nodes(step.graph), step.inputs, strict=True):
-        if spec.kind == "batch" and isinstance(leaves[spec.leaf], torch.Tensor):
+        if spec.kind == "batch" and isinstance(leaf := leaves[spec.leaf], torch.Tensor):
             shape = [int(evaluate(dim, sizes)) for dim in node.meta["dims"]]
-            leaves[spec.leaf] = leaves[spec.leaf].detach().new_empty(shape)
+            leaves[spec.leaf] = leaf.new_empty(shape, requires_grad=leaf.requires_grad)
     return replace(batch, leaves=tuple(leaves))
