@@ -32,9 +32,7 @@ from typing import Any
 MOST_WORKERS = 8
 START_LIMIT_S = 300.0
 _GROWN_KIB = 2**18
-_GROUP_THREADS = 9
-_FEW = 100_000
-"""Objects that are not worth a collection, which takes as long for few as for many."""
+_GROUP_THREADS = 6
 # What jobs import, once for all of them; transformers loads a model's module when it is asked for.
 _MODELS = ("bart", "bert", "gpt2", "llama", "mixtral", "resnet", "swin", "t5", "vit")
 PRELOADED = (
@@ -278,13 +276,14 @@ def _serve(pipe: connection.Connection, log: str) -> None:
 
 
 def collect(most: int) -> int:
-    """Collect garbage where there may be much, but among what earlier calls left only where this
-    process has grown; what is left is kept for later and not looked at again. most: the result of
-    the last call, the largest memory of the process at a collection of all, in KiB."""
+    """Collect garbage, but among what earlier calls left only where this process has grown; what is
+    left is kept for later and not looked at again. most: the result of the last call, the largest
+    memory of the process at a collection of all, in KiB.
+
+    After every job: the peers of a process see that it has left when its process groups are freed.
+    """
     now = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     grown = now > most + _GROWN_KIB
-    if not grown and gc.get_count()[0] < _FEW and _group_threads() <= _GROUP_THREADS:
-        return most
     if grown:
         gc.unfreeze()
         most = now
