@@ -1,8 +1,8 @@
-"""Whether a forward calls the same operators, with numbers that follow, for other sizes of a batch:
-`if len(x) > 16:`.
+"""Whether a forward calls at other sizes of a batch what a captured step has for them.
 
-A step that is captured at two sizes has sizes as expressions, and one side of a branch that both
-take alike.
+A step that is captured at two sizes has sizes as expressions, and of a branch on a size
+(`if len(x) > 16:`) the side that both take. Operators and the numbers among their arguments are
+compared, in a forward without data.
 """
 
 from __future__ import annotations
