@@ -96,7 +96,7 @@ class CallsBySize:
 
 
 def _others(size: int, now: int) -> Iterator[int]:
-    """Further sizes to run at: what divides the size divides them, too."""
+    """Further sizes to run at: multiples of the size first, so that parts of it stay whole."""
     yield from (n for n in (2 * size, 3 * size, size // 2) if n not in (size, now) and n > 1)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     JetMoeConfig,
     JetMoeForCausalLM,
@@ -15,10 +15,7 @@ from transformers import (
     LongcatFlashForCausalLM,
 )
 
-import graphaccel
-from tests.gloo.scripts.test_semantics import furthest
-from tests.support.captures import captures_of
-from tests.support.casts import lift_loss_cast
+from tests.gloo.models.test_state_space import trained
 from tests.support.pool import Pool
 
 pytestmark = pytest.mark.multiprocess
@@ -27,17 +24,6 @@ SMALL: dict[str, Any] = {
     "vocab_size": 16, "hidden_size": 8, "num_hidden_layers": 1, "max_position_embeddings": 8,
     "use_cache": False, "initializer_range": 0.5,
 }  # fmt: skip
-
-
-class WithLoss(nn.Module):
-    """`forward(tokens)` → the loss of a causal language model."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.model(input_ids=tokens, labels=tokens).loss
 
 
 def _longcat() -> nn.Module:
@@ -70,21 +56,7 @@ PLANS: Mapping[str, Mapping[str, Any]] = {
 
 
 def _trained(name: str, pins: Mapping[str, Any]) -> float:
-    states = []
-    tokens = torch.randint(0, 16, (4, 4), generator=torch.Generator().manual_seed(1))
-    for planned in (False, True):
-        torch.manual_seed(0)
-        model = WithLoss(MODELS[name]()).double()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        if planned:
-            graphaccel.optimize(model, optimizer, devices=2, **pins)
-        with lift_loss_cast(), captures_of("expert loops"):
-            for _ in range(2):
-                optimizer.zero_grad()
-                model(tokens).backward()
-                optimizer.step()
-        states.append(graphaccel.full_state_dict(model) if planned else model.state_dict())
-    return furthest(*states)
+    return trained(MODELS[name], pins, "expert loops", torch.optim.AdamW)
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -42,22 +42,32 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = {
 }
 
 
-def _trained(name: str, pins: Mapping[str, Any]) -> float:
+def trained(
+    make: Callable[[], nn.Module],
+    pins: Mapping[str, Any],
+    captures: str,
+    optimizer_of: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
+) -> float:
+    """How far two steps under a plan of two devices are from those of one, in float64."""
     states = []
     tokens = torch.randint(0, 16, (4, 4), generator=torch.Generator().manual_seed(1))
     for planned in (False, True):
         torch.manual_seed(0)
-        model = WithLoss(MODELS[name]()).double()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model = WithLoss(make()).double()
+        optimizer = optimizer_of(model.parameters(), lr=0.1)
         if planned:
             graphaccel.optimize(model, optimizer, devices=2, **pins)
-        with lift_loss_cast(), captures_of("state space"):
+        with lift_loss_cast(), captures_of(captures):
             for _ in range(2):
                 optimizer.zero_grad()
                 model(tokens).backward()
                 optimizer.step()
         states.append(graphaccel.full_state_dict(model) if planned else model.state_dict())
     return furthest(*states)
+
+
+def _trained(name: str, pins: Mapping[str, Any]) -> float:
+    return trained(MODELS[name], pins, "state space")
 
 
 @pytest.mark.parametrize("name", MODELS)
