@@ -135,7 +135,8 @@ def launch(
     flags += [f"--log-dir={log_folder or logs}", "--no-python"]
     stopped = Path(logs) / "stopped"
     os.environ[STOPPED_FILE] = str(stopped)
-    tether = [sys.executable, "-I", "-S", str(_TETHER), str(os.getpid())]
+    # Behind "--" torch does not read an option of the script (`--log`) as a part of one of its own.
+    tether = ["--", sys.executable, "-I", "-S", str(_TETHER), str(os.getpid())]
     hidden = devices > 1 and not all_output and os.environ.get(_ALL_OUTPUT) != "1"
     if hidden:
         flags.append("--redirects=" + ",".join(f"{rank}:1" for rank in range(1, devices)))

@@ -70,10 +70,11 @@ def _python(
 
 @pytest.mark.multiprocess
 def test_plain_script_is_restarted_as_two_ranks(script: Path) -> None:
-    result = _python(script, "--restart", "a b", "")
+    given = ["--restart", "a b", "", "--log", "--", "--m"]  # torch's launcher has --log-dir, -m
+    result = _python(script, *given)
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines() == [
-        "rank 0 of 2 [3.0, 3.0] ['--restart', 'a b', '']",
+        f"rank 0 of 2 [3.0, 3.0] {given}",
         "set 0 True",
     ]
     restarts = [line for line in result.stderr.splitlines() if "restarting" in line]

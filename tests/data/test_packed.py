@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import islice
 from pathlib import Path
 
@@ -91,3 +92,16 @@ def test_parts_of_an_order_are_those_of_each_batch() -> None:
         for rank in range(3)
     ]
     assert [row for i in range(0, 8, 2) for part in parts for row in part[i : i + 2]] == whole
+
+
+def test_loaders_of_the_documents_draw_nothing_of_the_run(tokens: TokenFile) -> None:
+    page = Path(__file__).parents[2] / "docs" / "data.md"
+    text = page.read_text().partition("## Tokens to rows")[2].partition("\n## ")[0]
+    loaders = re.findall(r"^loader = (.*?^\))$", text, flags=re.MULTILINE | re.DOTALL)
+    assert len(loaders) == 2
+    train = PackedTokens(tokens, 1)
+    names = {"torch": torch, "train": train, "order": ShuffledOrder(len(train)), "step": 7}
+    state = torch.get_rng_state()
+    for loader in loaders:
+        next(iter(eval(loader, names | {"ranks": 2})))
+    assert torch.equal(torch.get_rng_state(), state)
