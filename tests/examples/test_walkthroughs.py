@@ -25,6 +25,8 @@ from .conftest import EXAMPLES, ROOT
 WALKTHROUGHS = (
     "bert", "gpt2_pretrain", "llama_lora", "moe", "own_layers", "seq2seq", "vision"
 )  # fmt: skip
+SHORT = ("llama_lora",)
+"""The others train longer, or on more processes."""
 PROGRAMS = {"python": [sys.executable], "graphaccel": [sys.executable, "-m", "graphaccel"]}
 BILLION = 1e9
 FULL = {
@@ -71,7 +73,9 @@ def losses(out: str) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("name", WALKTHROUGHS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in SHORT else pytest.mark.release) for n in WALKTHROUGHS]
+)
 def test_what_one_types_first_runs_and_learns(name: str, tmp_path: Path) -> None:
     shutil.copytree(EXAMPLES, tmp_path / "examples")
     trained = 0

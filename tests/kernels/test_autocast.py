@@ -23,7 +23,7 @@ from tests.kernels.test_fuse import AUTOCAST, counted, fused, gradients, step_of
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["bert", "t5"])
+@pytest.mark.parametrize("name", ["bert", pytest.param("t5", marks=pytest.mark.release)])
 def test_the_committed_table_is_what_is_found(name: str) -> None:
     """benchmarks/results/fusions.json, which docs/fusions.md shows: counts and bytes of a row, with
     what the chunks of the head move."""

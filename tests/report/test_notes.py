@@ -48,7 +48,10 @@ def gpt2(layers: int) -> nn.Module:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("layers", "precision"), [(2, None), (12, None), (12, "bf16")])
+@pytest.mark.parametrize(
+    ("layers", "precision"),
+    [(2, None), (12, None), pytest.param(12, "bf16", marks=pytest.mark.release)],
+)
 @captures_of("notes")
 def test_the_report_counts_what_is_placed(layers: int, precision: str | None) -> None:
     ids = torch.randint(0, 96, (4, 16))

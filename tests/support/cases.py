@@ -35,7 +35,7 @@ Cases = Mapping[str, Mapping[str, Hashable]]
 
 _FEW = 2
 """Processes that two cores run at once."""
-_LARGE = {"bart", "swin", "t5"}
+_LARGE = {"bart", "gpt_oss", "jetmoe", "mixtral", "resnet", "swin", "t5"}
 """Models of the zoo whose processes count twice."""
 _AXES = ("data", "tensor", "pipeline", "context", "expert")
 

@@ -125,6 +125,7 @@ def test_rows_send_beside_another_microbatch_as_their_recipe_does() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.release
 def test_what_the_forward_sends_is_waited_for_where_a_process_starts_the_router() -> None:
     """It waits for how many rows each expert gets. Nothing is sent that computing does not hide."""
     found, sent = [], 1e-9
@@ -138,6 +139,7 @@ def test_what_the_forward_sends_is_waited_for_where_a_process_starts_the_router(
     assert found[1] == pytest.approx(sent / 4 + 3 / 4 * (sent + hidden) / 2)
 
 
+@pytest.mark.release
 def test_what_is_sent_beside_another_microbatch_takes_less() -> None:
     """Of four microbatches the first forward and the last backward have none beside them. Of the
     others all hides where that is computed long enough, and takes it a share longer."""

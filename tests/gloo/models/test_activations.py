@@ -56,6 +56,10 @@ def _trained(pins: Mapping[str, Any]) -> float:
     return furthest(*states)
 
 
-@pytest.mark.parametrize("pins", [{"data": 2}, {"pipeline": 2, "microbatches": 2}], ids=str)
+@pytest.mark.parametrize(
+    "pins",
+    [{"data": 2}, pytest.param({"pipeline": 2, "microbatches": 2}, marks=pytest.mark.release)],
+    ids=str,
+)
 def test_activations(pool: Pool, pins: dict[str, Any]) -> None:
     assert max(pool.run(2, _trained, pins)) <= 1e-12

@@ -29,7 +29,13 @@ from tests.support.zoo import call, lift_loss_cast
 
 pytestmark = pytest.mark.multiprocess
 
-MODELS = ("gpt", "gpt2", "bert", "resnet", "vit", "t5")
+MODELS = (
+    "gpt",
+    "gpt2",
+    "bert",
+    "vit",
+    *(pytest.param(n, marks=pytest.mark.release) for n in ("resnet", "t5")),
+)
 Loss = Callable[[nn.Module], Tensor]
 
 

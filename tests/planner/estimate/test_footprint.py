@@ -174,6 +174,7 @@ def test_memory_does_not_depend_on_what_was_predicted_before(
         assert peaks(zero) == peaks(*{0, 1, 2, 3} - {zero}, zero)
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("recompute", ["none", "some", "all"])
 def test_casts_of_parameters_do_not_wait_for_the_backward(recompute: str) -> None:
     """They are made again there, whatever else is."""
@@ -228,6 +229,7 @@ def wide_headed(**decided: object) -> Built:
     return Built(model, guess, compiler.layouts(step, sizes).of(guess), plan, program)
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("recompute", ["none", "all"])
 def test_what_follows_the_last_block_stays_for_the_backward(recompute: str) -> None:
     """As wide as it was gathered for the forward, and the last block's parameters beside it."""

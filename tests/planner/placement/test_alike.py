@@ -80,6 +80,7 @@ def encoder_decoder() -> StepGraph:
     return step
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("axes", [{"tensor": 4}, {"context": 2}], ids=str)
 def test_an_encoder_and_a_decoder_are_placed_once(
     axes: dict[str, int],
