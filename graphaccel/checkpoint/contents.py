@@ -134,18 +134,24 @@ class Contents:
         pairs = zip(self.names(optimizer), optimizer.param_groups, strict=True)
         return {n: p for names, g in pairs for n, p in zip(names, g["params"], strict=True)}
 
-    def layouts(self) -> dict[int, ShardLayout]:
+    def stepped_by(self, optimizer: Optimizer) -> dict[str, Session]:
+        """Of the models that were optimized together with an optimizer, by name: their plans say
+        how its state is held. Another one holds its state as it makes it."""
+        known = {k: s for k, s in self.sessions.items() if s.optimizer is not None}
+        return {k: s for k, s in known.items() if s.optimizer.state is optimizer.state}
+
+    def layouts(self, optimizer: Optimizer) -> dict[int, ShardLayout]:
         """Identity of a parameter → the layout of its optimizer state, where that is sharded."""
         results: dict[int, ShardLayout] = {}
-        for of, session in self.sessions.items():
+        for of, session in self.stepped_by(optimizer).items():
             named = dict(self.models[of].named_parameters(remove_duplicate=False))
             results |= {id(named[name]): layout for name, layout in session.states.items()}
         return results
 
-    def on_host(self) -> frozenset[int]:
+    def on_host(self, optimizer: Optimizer) -> frozenset[int]:
         """Identities of parameters whose optimizer state the plan keeps on the host."""
         results: set[int] = set()
-        for of in self.sessions:
+        for of in self.stepped_by(optimizer):
             handle: Any = getattr(self.models[of], "graphaccel", None)
             plan = handle.plan
             if plan is not None and "optimizer" in plan.offload:
@@ -157,8 +163,8 @@ class Contents:
         optimizer, parameter and value."""
         tensors: dict[str, Tensor] = {}
         plain: dict[str, dict[str, dict[str, Any]]] = {name: {} for name in self.optimizers}
-        layouts = self.layouts()
         for name, optimizer in self.optimizers.items():
+            layouts = self.layouts(optimizer)
             if of_all := state_of_all(optimizer):
                 plain[name][OF_ALL] = of_all
             for parameter, p in self.parameters(optimizer).items():
@@ -222,8 +228,12 @@ def target(
         return None
     dtype, shape = kind
     layout = more.layouts.get(id(p)) if len(shape) > 0 and shape == p.shape else None
-    local_shape = shape if layout is None else layout.local_shape
     value = optimizer.state.get(p, {}).get(key)
+    if layout is None and isinstance(p, ShardTensor) and shape == p.shape:
+        if isinstance(value, Tensor) and (value.dtype, value.shape) == kind:
+            return value
+        layout = p.sharding
+    local_shape = shape if layout is None else layout.local_shape
     fits = isinstance(value, Tensor) and value.dtype == dtype and value.shape == local_shape
     if not fits:
         value = torch.zeros(local_shape, dtype=dtype, device=more.device(optimizer, p, key, shape))

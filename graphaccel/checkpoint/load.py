@@ -20,6 +20,7 @@ from graphaccel.checkpoint.contents import (
     described,
     in_words,
     local,
+    local_memory,
     state_name,
     target,
 )
@@ -315,8 +316,8 @@ def _targets(
     by the names of optimizer, parameter and value."""
     targets = local(contents.weights())
     states: dict[str, dict[str, dict[str, Tensor]]] = {}
-    where = Target(contents.layouts(), contents.on_host())
     for name, optimizer in contents.optimizers.items():
+        where = Target(contents.layouts(optimizer), contents.on_host(optimizer))
         prefix = f"{name}.state."
         parameters = contents.parameters(optimizer)
         states[name] = {}
@@ -339,15 +340,15 @@ def _set_states(
     for name, optimizer in contents.optimizers.items():
         for key, value in values.get(name, {}).get(OF_ALL, {}).items():
             cast("dict[Any, Any]", optimizer.state)[key] = value
+        layouts = contents.layouts(optimizer)
         for parameter, p in contents.parameters(optimizer).items():
             tensors = states[name].get(parameter, {})
+            if id(p) in layouts:
+                tensors = {key: local_memory(value) for key, value in tensors.items()}
             plain = values.get(name, {}).get(parameter, {})
             optimizer.state.pop(p, None)
             if tensors or plain:
-                optimizer.state[p] = {
-                    **{key: getattr(value, "local", value) for key, value in tensors.items()},
-                    **plain,
-                }
+                optimizer.state[p] = {**tensors, **plain}
 
 
 def _set_groups(contents: Contents, groups: Mapping[str, Any]) -> None:

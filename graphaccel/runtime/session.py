@@ -75,6 +75,7 @@ class Session:
         offloaded: parameters are on the host, and their gradients are handed out there."""
         self.model, self.mesh, self.scale, self.away = model, mesh, scale, offloaded
         self._matmul_precision, self._recorder = matmul_precision, recorder
+        self.optimizer: Any = None
         self.homes: dict[str, tuple[int, ...]] = {}
         self.groups: tuple[tuple[str, ...], ...] = ()
         self.splits: Mapping[str, tuple[Sharded, ...]] = {}
@@ -104,7 +105,7 @@ class Session:
 
         Parameter objects keep their identity: optimizers, groups and schedulers stay valid.
         """
-        self._initial = initial
+        self._initial, self.optimizer = initial, optimizer
         if self.mesh.device.type == "cpu":
             keep_pages()
         clear_flat_weight_refs(self.model)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,21 +31,30 @@ SECOND: dict[str, Any] = {
 }
 
 
-def _trained(pins: dict[str, Any] | None, second: str) -> dict[str, torch.Tensor]:
+def _built(second: str, *widths: int) -> tuple[Classifier, list[Optimizer]]:
     torch.manual_seed(0)
-    model = Classifier(nn.Linear(8, 8, bias=False)).double()
-    optimizers: list[Optimizer] = [
+    layers = [nn.Linear(*sizes, bias=False) for sizes in pairwise((8, *widths, 8))]
+    model = Classifier(nn.Sequential(*layers)).double()
+    return model, [
         torch.optim.AdamW(model.out.parameters(), lr=0.05),
         SECOND[second](model.inner.parameters()),
     ]
-    if pins is not None:
-        graphaccel.optimize(model, optimizers[0], devices=2, **pins)
-    for step in range(3):
+
+
+def _train(model: nn.Module, optimizers: list[Optimizer], steps: range) -> None:
+    for step in steps:
         x, y = small_batch(seed=step)
         model(x.double(), y).backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+
+
+def _trained(pins: dict[str, Any] | None, second: str) -> dict[str, torch.Tensor]:
+    model, optimizers = _built(second)
+    if pins is not None:
+        graphaccel.optimize(model, optimizers[0], devices=2, **pins)
+    _train(model, optimizers, range(3))
     return model.state_dict() if pins is None else graphaccel.full_state_dict(model)
 
 
@@ -77,6 +88,35 @@ def _refusal(second: str) -> str:
 @pytest.mark.parametrize("second", ["adafactor", "two sided"])
 def test_what_reads_a_matrix_of_another_stage_is_refused(pool: Pool, second: str) -> None:
     assert "GA408" in pool.run(2, _refusal, second)
+
+
+@captures_of("several optimizers")
+def _resumed(before: str, after: str, second: str, folder: str, planned: bool) -> float:
+    """The furthest weight from one device's: trained under a plan, saved, and under another."""
+    plain, optimizers = _built(second, 2)  # a shard is as large as what Adafactor has for a row
+    _train(plain, optimizers, range(4))
+    for kind, steps in ((before, range(2)), (after, range(2, 4))):
+        model, (first, other) = _built(second, 2)
+        x, y = small_batch()
+        example = (x.double(), y) if planned else None
+        graphaccel.optimize(model, first, devices=2, example_batch=example, **PLANS[kind])
+        assert graphaccel.load(folder, model, first, other=other).step == steps.start
+        _train(model, [first, other], steps)
+        graphaccel.save(folder, model, first, step=steps.stop, other=other)
+    return furthest(graphaccel.full_state_dict(model), plain.state_dict())
+
+
+@pytest.mark.parametrize("planned", [True, False])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("zero3", "zero3"), ("data", "zero1"), ("zero1", "zero3"), ("zero3", "tensor")],
+)
+@pytest.mark.parametrize("second", ["sgd", "adafactor"])
+def test_their_state_is_saved_and_loaded(
+    pool: Pool, before: str, after: str, second: str, planned: bool, tmp_path: Path
+) -> None:
+    args = before, after, second, str(tmp_path), planned
+    assert max(pool.run(2, _resumed, *args)) < 1e-13
 
 
 def test_a_list_of_optimizers_is_answered_with_what_to_give() -> None:
