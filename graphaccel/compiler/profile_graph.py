@@ -9,9 +9,11 @@ dims of inserted calls that count examples can be recognised too.
 from __future__ import annotations
 
 import logging
+import math
 import operator
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 import sympy
@@ -112,7 +114,8 @@ def _part(
     step: StepGraph, plan: Plan, sizes: Mapping[sympy.Symbol, int], even: bool, cache: ShardingCache
 ) -> tuple[fx.GraphModule, int, Mapping[sympy.Symbol, int]]:
     """The graph of few examples that is sharded, its prime, and the symbol sizes in it."""
-    axes = tuple(sorted({plan.tensor, plan.context, plan.expert}))
+    own = plan.tensor, plan.context, plan.expert
+    axes = tuple(sorted({math.prod(some) for n in range(4) for some in combinations(own, n)}))
     prime = _prime(step, sizes, axes, cache) if even else 1
     examples = (prime, plan.expert) if even else (plan.microbatch_size,)
     asked = step.graph, examples, tuple(sizes.items())
@@ -136,7 +139,8 @@ def _prime(
     step: StepGraph, sizes: Mapping[sympy.Symbol, int], axes: tuple[int, ...], cache: ShardingCache
 ) -> int:
     """The least prime that divides no size of the graph for one example, nor a rank's part of it
-    on axes of these sizes; a part of a dim that an axis does not divide is rounded up."""
+    on one axis or several, which have these sizes; a part that is not a whole number is rounded
+    up."""
     asked = step.graph, tuple(sizes.items()), axes
     if asked not in cache.primes:
         one = {**step.sizes, **sizes, BATCH: 1}
