@@ -15,6 +15,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from graphaccel.checkpoint.load import load
 from graphaccel.checkpoint.save import save
 from graphaccel.errors import GraphMisuse
 from graphaccel.integrations.one_process import counted, read_everywhere, start
-from graphaccel.integrations.settings import wait_for_all, with_precision
+from graphaccel.integrations.settings import any_rank, wait_for_all, with_precision
 
 _REPLACED = {  # argument of Accelerator → what to write instead
     "deepspeed_plugin": 'optimize={"zero": 3}',
@@ -85,10 +86,26 @@ class Accelerator(accelerate.Accelerator):
         for model in models:
             own = [x for x in optimizers if _trains(x, model)]
             if len(own) != 1 or hasattr(model, "graphaccel"):
-                raise _unpaired(model, len(own))
+                raise _unpaired(model, "prepare()", len(own))
             vars(model)["_is_accelerate_prepared"] = True  # neither wrapped nor cast
             optimize(model, own[0], **self._settings)
         return super().prepare(*objects, **kwargs)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        """As `accelerate.Accelerator.prepare_model`. A model that trains has its optimizer in
+        `prepare`."""
+        if not evaluation_mode and _is_trained(model) and not hasattr(model, "graphaccel"):
+            raise _unpaired(model, "prepare_model()", 0)
+        return super().prepare_model(model, device_placement, evaluation_mode)
+
+    def check_trigger(self) -> bool:
+        """As `accelerate.Accelerator.check_trigger`: whether any rank has set the trigger."""
+        raised = any_rank(super().check_trigger(), self.device)
+        if raised:
+            self.flag_tensor = None
+        return raised
 
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
         """As `accelerate.Accelerator.prepare_data_loader`; each rank reads."""
@@ -135,13 +152,20 @@ class Accelerator(accelerate.Accelerator):
         folder = Path(input_dir) if input_dir else self._newest()
         state = PartialState()
         rank, state.process_index = state.process_index, 0  # random states are those of all ranks
+        hook = self.register_load_state_pre_hook(self._with_whole_weights)
         try:
             with self._without_optimizers():
                 super().load_state(str(folder), *args, **kwargs)
         finally:
+            hook.remove()
             state.process_index = rank
         for number, (model, optimizer) in enumerate(self._pairs()):
             load(_folder(folder, number), model, optimizer, weights=False)
+
+    def _with_whole_weights(self, models: list[Any], folder: str) -> None:
+        for place, model in enumerate(models):
+            if hasattr(model, "graphaccel"):
+                models[place] = _Whole(model, self.get_state_dict(model))
 
     def _newest(self) -> Path:
         """The newest checkpoint where Accelerate names them itself."""
@@ -161,6 +185,21 @@ class Accelerator(accelerate.Accelerator):
             yield
         finally:
             self._optimizers = kept
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """A model and its whole `state`, for `safetensors.torch.load_model`: it finds tied weights by
+    their memory, of which a rank has a part."""
+
+    model: nn.Module
+    state: dict[str, Any]
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model.load_state_dict(*args, **kwargs)
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -199,16 +238,18 @@ def _trains(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
     return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
 
 
-def _unpaired(model: nn.Module, count: int) -> GraphMisuse:
+def _unpaired(model: nn.Module, call: str, count: int) -> GraphMisuse:
     if hasattr(model, "graphaccel"):
         return GraphMisuse(
-            what="prepare() got a model that runs under a plan already",
+            what=f"{call} got a model that runs under a plan already",
             help_line="leave graphaccel.optimize out; its arguments are given by:  "
             'Accelerator(optimize={"devices": 2})',
         )
     return GraphMisuse(
-        what=f"prepare() got a model with {count} optimizers of its parameters; a plan needs one",
+        what=f"{call} got a model with {count} optimizers of its parameters; a plan needs one",
         help_line="model, optimizer = accelerator.prepare(model, optimizer)",
+        other_help="or, to evaluate alone:  "
+        "model = accelerator.prepare_model(model, evaluation_mode=True)",
     )
 
 

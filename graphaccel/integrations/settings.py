@@ -81,6 +81,15 @@ def wait_for_all() -> None:
         dist.barrier()
 
 
+def any_rank(said: bool, device: torch.device) -> bool:
+    """Whether any rank says so. A collective."""
+    if not dist.is_initialized():
+        return said
+    anyone = torch.tensor(int(said), device=device)
+    dist.all_reduce(anyone, dist.ReduceOp.MAX)
+    return bool(anyone)
+
+
 @contextmanager
 def whole_prompts(model: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Meanwhile a prompt encoder of peft has the parameters of `state`. peft saves what the encoder

@@ -8,6 +8,7 @@ from typing import Any
 import accelerate
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from graphaccel.errors import GraphMisuse
@@ -83,6 +84,44 @@ def test_equal_to_plain_accelerate(pool: Pool, name: str, tmp_path: Path) -> Non
             assert max(float((found[k] - plain[k]).abs().max()) for k in plain) < CLOSE
 
 
+def returning(accelerator: Any, folder: str) -> list[float]:
+    """Goes back to a state of its own in mid-run, and ends when a rank sets the trigger."""
+    model = gpt2()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loader = torch.utils.data.DataLoader(Lines(8 * STEPS, seed=1), batch_size=8)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    last = dist.get_world_size() - 1 if dist.is_initialized() else 0
+    losses = []
+    for step, batch in enumerate(loader):
+        if step == 2:
+            accelerator.save_state(folder)
+        if step == 4:
+            accelerator.load_state(folder)
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+        if step == 5 and accelerator.process_index == last:
+            accelerator.set_trigger()
+        if accelerator.check_trigger():
+            break
+    return losses
+
+
+@captures_of(GPT2)
+def _returned(plan: dict[str, Any], folder: str) -> list[float]:
+    return returning(Accelerator(optimize=plan), folder)
+
+
+def test_a_state_loaded_in_mid_run(pool: Pool, tmp_path: Path) -> None:
+    """Weights are shards by then. A trigger of the last rank ends the loop on all of them."""
+    expected = returning(accelerate.Accelerator(), f"{tmp_path}/plain")
+    assert len(expected) == 6
+    for losses in pool.run(2, _returned, PLANS["zero3"], f"{tmp_path}/planned", timeout_s=300):
+        assert losses == pytest.approx(expected, abs=1e-6)
+
+
 @pytest.mark.parametrize(
     ("given", "instead"),
     [
@@ -113,16 +152,21 @@ def test_another_precision_is_refused(given: tuple[tuple[Any, ...], dict[str, An
     )
 
 
-def test_a_model_without_its_optimizer_is_refused() -> None:
+@pytest.mark.parametrize("call", ["prepare", "prepare_model"])
+def test_a_model_without_its_optimizer_is_refused(call: str) -> None:
     accelerator = Accelerator()
     with pytest.raises(GraphMisuse) as caught:
-        accelerator.prepare(gpt2())
+        getattr(accelerator, call)(gpt2())
     assert str(caught.value) == (
-        "error[GA407]: prepare() got a model with 0 optimizers of its parameters; "
+        f"error[GA407]: {call}() got a model with 0 optimizers of its parameters; "
         "a plan needs one\n"
         "  help: model, optimizer = accelerator.prepare(model, optimizer)\n"
+        "  help: or, to evaluate alone:  "
+        "model = accelerator.prepare_model(model, evaluation_mode=True)\n"
         "  explain: graphaccel explain GA407"
     )
+    model = accelerator.prepare_model(gpt2(), evaluation_mode=True)
+    assert not hasattr(model, "graphaccel")
 
 
 def test_a_frozen_model_stays_plain() -> None:
