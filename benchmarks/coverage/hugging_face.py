@@ -25,6 +25,7 @@ MAPPINGS: Mapping[str, str] = {
 """Kinds of models, and transformers' mapping of model types to classes."""
 
 _ROTARY = {"rope_type": "default", "rope_theta": 10000.0}
+_WIDEST = 224  # pixels: more take gigabytes and show nothing else
 _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "big_bird": {"attention_type": "original_full"},  # what its forward sets for short sequences
@@ -199,6 +200,8 @@ def _image(config: Any) -> tuple[int, ...]:
     if vision is not None:
         size = getattr(vision, "image_size", size)
     high, wide = size if isinstance(size, (list, tuple)) else (size, size)
+    if not hasattr(config, "patch_size"):  # of convolutions, which take any size
+        high, wide = min(high, _WIDEST), min(wide, _WIDEST)
     return getattr(config, "num_channels", 3), high, wide
 
 
