@@ -39,7 +39,7 @@ SLOW = (
     "ort",
 )
 """Folders in the order in which they run, before all others: files that take a minute come first,
-or one process would still run the last of them when the other has ended."""
+or one process would still run the last of them when the others have ended."""
 
 MANY = 1_000_000
 """Objects that a test leaves without a collection."""
@@ -72,7 +72,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Folders whose files take longest first, so that two processes end at the same time."""
+    """Folders whose files take longest first, so that all processes end at the same time."""
     if config.getoption("--cases") == "some":
         quick = [item for item in items if item.get_closest_marker("release") is None]
         chosen = some_cases(
@@ -120,7 +120,7 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """`--dist loadfile` runs all files that use the pool in one process: a second pool would
-    import, capture and unpack what the first one has. The other process takes the other files."""
+    import, capture and unpack what the first one has. The other processes take the other files."""
     from xdist.scheduler import LoadFileScheduling
 
     class WithOnePool(LoadFileScheduling):
