@@ -54,6 +54,14 @@ class Contents:
         known = {k: getattr(handle, "session", None) for k, handle in handles.items()}
         return {k: session for k, session in known.items() if session is not None}
 
+    @property
+    def without_plan(self) -> bool:
+        """Whether some model is optimized, and has no plan yet."""
+        optimized = {
+            k for k, m in self.models.items() if getattr(m, "graphaccel", None) is not None
+        }
+        return bool(optimized - set(self.sessions))
+
     def scales(self) -> dict[str, tuple[float, int]]:
         """The loss scale of each model that has one, and the good steps since it changed."""
         known = {name: session.scale for name, session in self.sessions.items()}
@@ -168,11 +176,13 @@ class Contents:
             if of_all := state_of_all(optimizer):
                 plain[name][OF_ALL] = of_all
             for parameter, p in self.parameters(optimizer).items():
+                if isinstance(p, RemoteTensor):  # what is counted here of it began at 0 with `load`
+                    continue
                 for key, value in optimizer.state.get(p, {}).items():
                     if isinstance(value, Tensor):
                         full = state_name(name, parameter, key)
                         tensors[full] = _shard(value, layouts.get(id(p)))
-                    elif not isinstance(p, RemoteTensor):
+                    else:
                         plain[name].setdefault(parameter, {})[key] = value
         return tensors, plain
 

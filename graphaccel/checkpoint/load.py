@@ -45,6 +45,7 @@ from graphaccel.compat.torch.checkpoint import load_tensors
 from graphaccel.errors import CheckpointDamaged, CheckpointDiffers, GraphAccelError
 from graphaccel.progress import progress
 from graphaccel.runtime.agreement import LOAD
+from graphaccel.runtime.parameters.remote import RemoteTensor
 
 Optimizer = torch.optim.Optimizer
 Kind = tuple[torch.dtype, torch.Size]
@@ -338,6 +339,8 @@ def _set_states(
 ) -> None:
     """Give the loaded state to the optimizers."""
     for name, optimizer in contents.optimizers.items():
+        if contents.without_plan:
+            _drop_other_stages(optimizer)
         for key, value in values.get(name, {}).get(OF_ALL, {}).items():
             cast("dict[Any, Any]", optimizer.state)[key] = value
         layouts = contents.layouts(optimizer)
@@ -349,6 +352,20 @@ def _set_states(
             optimizer.state.pop(p, None)
             if tensors or plain:
                 optimizer.state[p] = {**tensors, **plain}
+
+
+def _drop_other_stages(optimizer: Optimizer) -> None:
+    """Before its first step, drop the state of parameters that a plan has put on other ranks since:
+    those of an optimizer that `optimize` was not given are not known there."""
+
+    def drop(*_: Any) -> None:
+        hook.remove()
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if isinstance(p, RemoteTensor):
+                    optimizer.state.pop(p, None)
+
+    hook = optimizer.register_step_pre_hook(drop)
 
 
 def _set_groups(contents: Contents, groups: Mapping[str, Any]) -> None:
