@@ -243,3 +243,41 @@ def test_an_own_op_of_the_user_is_left_to_torch(asked: list[str]) -> None:
 
         capture(Model(), flatten_call((torch.randn(6, 4),), {}), symbolic=False)
     assert len(asked) == 1
+
+
+COPIES: dict[str, Callable[[Tensor], Any]] = {
+    "alias_copy": torch.alias_copy,
+    "expand_copy": lambda x: torch.expand_copy(x[:, None], (-1, 3, -1)),
+    "narrow_copy": lambda x: torch.narrow_copy(x, 1, 1, 2),
+    "permute_copy": lambda x: torch.permute_copy(x, (1, 0)),
+    "split_with_sizes_copy": lambda x: torch.split_with_sizes_copy(x, (1, 3), 1)[1],
+    "squeeze_copy": lambda x: torch.squeeze_copy(x[:, None], 1),
+    "transpose_copy": lambda x: torch.transpose_copy(x, 0, 1),
+    "unbind_copy": lambda x: torch.unbind_copy(x, 1)[1],
+    "unfold_copy": lambda x: torch.unfold_copy(x, 1, 2, 1),
+    "unsqueeze_copy": lambda x: torch.unsqueeze_copy(x, 1),
+    "view_copy": lambda x: torch.view_copy(x, (-1, 2)),
+}
+
+
+class Copied(nn.Module):
+    """A copy that is written to, beside what it is a copy of."""
+
+    def __init__(self, copy: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.copy, self.scale = copy, nn.Parameter(torch.linspace(1, 2, 4, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled = x * self.scale
+        return (self.copy(scaled).mul_(3) ** 2).sum() + scaled.sum()
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_copies_of_views_are_copies_of_what_has_a_rule(name: str) -> None:
+    model, x = Copied(COPIES[name]), torch.randn(6, 4, dtype=torch.float64)
+    step = capture(model, flatten_call((x,), {}), symbolic=False)
+    assert not [n for n in step.graph.graph.nodes if str(n.target).split(".")[1:2] == [name]]
+    loss, gradient = step.graph(model.scale.detach(), x)
+    model(x).backward()
+    torch.testing.assert_close(loss, model(x).detach(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(gradient, model.scale.grad, rtol=0, atol=1e-12)

@@ -156,14 +156,26 @@ class _Calls(fx.Interpreter):
             raise NotTraced(f"{target}")
         if target is aten.batch_norm.default:
             return _batch_norm(*args, **kwargs)
+        if torch.Tag.view_copy in target.tags and target is not aten.lift_fresh_copy.default:
+            return _copy_of_view(target, args, kwargs)
         if is_preservable_composite(target):
             args, kwargs = pytree.tree_map(behind, (args, kwargs))
             with without_modes(), below_functionalization():
                 whole = self._tracing.call(target, args, kwargs, whole=True)
             return pytree.tree_map(as_functional, whole)
-        return (
-            target.decompose(*args, **kwargs) if is_composite(target) else target(*args, **kwargs)
-        )
+        return _called(target, args, kwargs)
+
+
+def _called(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return target.decompose(*args, **kwargs) if is_composite(target) else target(*args, **kwargs)
+
+
+def _copy_of_view(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`aten.permute_copy` and the like, as a copy of what the op that returns a view returns: that
+    one has a sharding rule."""
+    _, name, overload = str(target).split(".")
+    view = getattr(getattr(aten, name.removesuffix("_copy")), overload)
+    return pytree.tree_map(torch.clone, _called(view, args, kwargs))
 
 
 def _batch_norm(
