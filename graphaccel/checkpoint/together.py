@@ -63,7 +63,8 @@ class Together:
         """Run a collective of torch.distributed.checkpoint, or another one.
 
         Raises `failed` of what some rank reported to all, RankLost (GA501) if one does not answer,
-        GraphMisuse (GA407) where the script destroyed its process groups meanwhile.
+        GraphMisuse (GA407) where the script destroyed its process groups meanwhile. What ends this
+        process (KeyboardInterrupt, SystemExit) stays what it is.
         """
         try:
             return action()
@@ -82,6 +83,9 @@ class Together:
     def _meant(self, error: BaseException, failed: Failed | None) -> BaseException:
         """The error to raise for that of a collective."""
         if isinstance(error, CheckpointException):
+            own, _ = error.failures.get(self.rank, (error, None))
+            if not isinstance(own, Exception):  # Ctrl-C, or sys.exit() in a handler of the script's
+                return own
             rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
             if isinstance(cause, GraphAccelError):
                 return cause
@@ -113,5 +117,5 @@ def in_words(error: BaseException) -> str:
     """An error in one line, such as `No space left on device: 'checkpoints/step-00000002'`."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror + (f": {error.filename!r}" if error.filename else "")
-    text = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return f"{type(error).__name__}: {text}"
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

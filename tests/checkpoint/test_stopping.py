@@ -7,9 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch.distributed.checkpoint import FileSystemWriter
 
+import graphaccel
 from graphaccel.checkpoint.stopping import end_stopped
 from graphaccel.runtime.launch import STOPPED, STOPPED_FILE
+from tests.support.small import Classifier
 
 
 @pytest.fixture(autouse=True)
@@ -38,3 +41,24 @@ def test_without_a_launcher_it_has_an_exit_code(
     with pytest.raises(SystemExit) as ended:
         end_stopped(3, tmp_path, 1)
     assert ended.value.code == STOPPED
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt(), SystemExit(143)])
+def test_what_ends_a_process_in_mid_save_is_no_failed_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: BaseException
+) -> None:
+    """Ctrl-C, or a handler of the script's: a script that goes on without a checkpoint ends."""
+    model = Classifier()
+    graphaccel.save(tmp_path, model, step=1)
+
+    def write(*_: object) -> None:
+        raise end
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FileSystemWriter, "write_data", write)
+        with pytest.raises(type(end)) as ended:
+            graphaccel.save(tmp_path, model, step=2)
+    assert ended.value.args == end.args
+    assert graphaccel.load(tmp_path, model).step == 1
+    graphaccel.save(tmp_path, model, step=2)
+    assert graphaccel.load(tmp_path, model).step == 2
