@@ -37,6 +37,9 @@ _VIEWS = {
 _SUMS = {aten.sum.default, aten.sum.dim_IntList}
 _ZERO_IF_ANY = {aten.mul.Tensor, aten.logical_and.default, aten.bitwise_and.Tensor}
 _EQUAL = {aten.ne.Scalar, aten.eq.Scalar}
+_INDEXED = {  # op → its table, its indices
+    aten.embedding.default: (0, 1), aten.gather.default: (0, 2), aten.index_select.default: (0, 2),
+}  # fmt: skip
 _ORDERED = {aten.ge.Scalar, aten.gt.Scalar, aten.le.Scalar, aten.lt.Scalar}
 
 
@@ -250,6 +253,8 @@ def _state(node: fx.Node, states: Mapping[fx.Node, _State], rows: bool) -> _Stat
     given = [states[n] for n in node.all_input_nodes]
     if any(state.kind == "mixed" for state in given) or _counts_rows(node):
         return _MIXED
+    if _is_outside(node, states):
+        return _MIXED
     known = _nll_loss(node, states) if node.target is aten.nll_loss_forward.default else None
     if known is not None:
         return known
@@ -270,6 +275,19 @@ def _counts_rows(node: fx.Node) -> bool:
         BATCH in getattr(e, "free_symbols", ()) and is_quantity(node, i)
         for i, e in expressions.items()
     )
+
+
+def _is_outside(node: fx.Node, states: Mapping[fx.Node, _State]) -> bool:
+    """Whether the op reads from a table a row that it does not have, as an embedding whose indices
+    are the labels too, which are marked by a negative number."""
+    places: Any = _INDEXED.get(node.target)  # pyright: ignore[reportArgumentType]
+    if places is None:
+        return False
+    table, index = (operands(node)[place] for place in places)
+    value = states[index].value
+    dim = operands(node)[1] if places[1] == 2 else 0
+    rows = table.meta["val"].shape[dim]
+    return value is not None and not 0 <= value < (rows if isinstance(rows, int) else value + 1)
 
 
 def _nll_loss(node: fx.Node, states: Mapping[fx.Node, _State]) -> _State | None:

@@ -124,6 +124,38 @@ def test_what_ignored_rows_would_change(model: nn.Module, reason: str) -> None:
     assert _found(model.double(), *batch(4)) == reason
 
 
+class Reading(nn.Module):
+    """Tokens [B, 5] that are the labels, too: `mark` is the label that the loss ignores."""
+
+    def __init__(self, read: Callable[[Tensor, Tensor], Tensor], mark: int) -> None:
+        super().__init__()
+        self.table, self.out = nn.Parameter(torch.rand(8, 4)), nn.Linear(4, 8)
+        self.read, self.mark = read, mark
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = self.out(self.read(self.table, tokens)).transpose(1, 2)
+        return F.cross_entropy(logits, tokens, ignore_index=self.mark)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda table, tokens: F.embedding(tokens, table),
+        lambda table, tokens: table.index_select(0, tokens.flatten()).view(*tokens.shape, 4),
+        lambda table, tokens: table[:, :1].expand(8, 5).gather(0, tokens).unsqueeze(-1) + table[0],
+    ],
+)
+def test_a_mark_that_no_table_has(read: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """A label that is read from a table is no mark where the table does not have it."""
+    tokens = batch(4)[0]
+    found = _found(Reading(read, 3).double(), tokens)
+    assert isinstance(found, IgnoredRows)
+    assert (found.leaf, found.value) == (0, 3)
+    for mark in (-100, 8):
+        reason = "its loss has no input that marks a row as ignored"
+        assert _found(Reading(read, mark).double(), tokens) == reason
+
+
 class Summed(nn.Module):
     """Counts, of a batch [B, 3] and labels [B], what an output or a buffer tells of all rows."""
 
