@@ -61,6 +61,7 @@ from graphaccel.runtime.init_tape import InitTape
 from graphaccel.runtime.launch import check_devices, ensure_launched
 from graphaccel.runtime.module import attach
 from graphaccel.runtime.parameters.sharded_optimizer import is_elementwise
+from graphaccel.runtime.parameters.state import whole_value
 from graphaccel.runtime.rendezvous import meeting_by_variables
 from graphaccel.runtime.wrappers import refuse_on
 
@@ -323,7 +324,8 @@ def _planner(
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
     """Every parameter and buffer in full, on the CPU, loadable into the plain model.
 
-    model: the optimized model, a copy of it, or a module that contains one (`AveragedModel`).
+    model: the optimized model, a copy of it, a module that contains one (`AveragedModel`), or one
+      that has its weights, as after `merge_and_unload()` of peft.
 
     Collective: all ranks call it, and all get the result. Raises GraphMisuse (GA407) if `model` is
     not a model.
@@ -337,10 +339,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
             parts = handle.full_state(module)
             whole |= {f"{prefix}.{key}" if prefix else key: part for key, part in parts.items()}
     state = whole if isinstance(getattr(model, "graphaccel", None), Handle) else model.state_dict()
-    return {
-        key: whole[key] if key in whole else value.detach().cpu().clone()
-        for key, value in state.items()
-    }
+    return {key: whole[key] if key in whole else whole_value(value) for key, value in state.items()}
 
 
 def start_ranks(

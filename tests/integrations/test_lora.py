@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import graphaccel
+from graphaccel.errors import PartOfModel
 from graphaccel.integrations.transformers import Trainer
 from tests.integrations.test_trainer import PLANS, WORDS, Lines, apart, arguments, gpt2
 from tests.support.captures import captures_of
@@ -98,6 +99,29 @@ def test_losses_and_saved_adapters_are_those_of_one_device(
         torch.testing.assert_close(saved[key], value, rtol=1e-5, atol=CLOSE)
     again = PeftModel.from_pretrained(base(), str(tmp_path))
     torch.testing.assert_close(get_peft_model_state_dict(again), saved)
+
+
+@captures_of("adapters")
+def _merged(pins: dict[str, Any]) -> dict[str, torch.Tensor]:
+    model = adapted()
+    optimizer = torch.optim.AdamW(trained(model), lr=0.05)
+    graphaccel.optimize(model, optimizer, devices=2, **pins)
+    steps(model, optimizer)
+    merged = model.merge_and_unload()
+    with pytest.raises(PartOfModel):
+        torch.save(merged.state_dict(), os.devnull)
+    return graphaccel.full_state_dict(merged)
+
+
+def test_merged_weights_are_those_of_one_device(pool: Pool) -> None:
+    """A model that is no longer optimized, with shards of another's weights."""
+    model = adapted()
+    steps(model, torch.optim.AdamW(trained(model), lr=0.05))
+    expected = model.merge_and_unload().state_dict()
+    for state in pool.run(2, _merged, PLANS["zero3"]):
+        assert state.keys() == expected.keys()
+        for key, value in expected.items():
+            torch.testing.assert_close(state[key], value, rtol=1e-5, atol=CLOSE)
 
 
 def test_memory_is_predicted_for_adapters_only() -> None:

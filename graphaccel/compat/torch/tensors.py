@@ -13,12 +13,12 @@ no_torch_function: Any = torch._C._disabled_torch_function_impl
 
 def storage_key(tensor: torch.Tensor) -> int:
     """Equal for tensors that share memory, fake ones included."""
-    return tensor.untyped_storage()._cdata
+    return torch.Tensor.untyped_storage(tensor)._cdata  # a shard refuses its own
 
 
 def storage_uses(tensor: torch.Tensor) -> int:
     """How many tensors and handles share a tensor's memory: to know when a buffer can be reused."""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return torch._C._storage_Use_Count(torch.Tensor.untyped_storage(tensor)._cdata)
 
 
 def version(tensor: torch.Tensor) -> int:

@@ -86,6 +86,10 @@ class RemoteTensor(torch.Tensor):
         """Refuse to pickle: no values are here. Raises PartOfModel (GA411)."""
         raise PartOfModel(what=f"a parameter of shape {list(self.shape)}")
 
+    def untyped_storage(self) -> Any:
+        """Called by safetensors. Raises PartOfModel (GA411)."""
+        raise PartOfModel(what=f"a parameter of shape {list(self.shape)}")
+
     @classmethod
     def __torch_dispatch__(
         cls, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict | None = None

@@ -109,11 +109,16 @@ class ShardTensor(torch.Tensor):
         return f"ShardTensor({list(self.shape)}, {self.dtype}, {self.sharding.splits})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled as the plain shard, without process groups. A parameter is refused: unpickled it
-        would be another model's (GA411)."""
-        if isinstance(self, nn.Parameter):
-            raise PartOfModel(what=f"a parameter of shape {list(self.shape)}")
-        return self.local.detach().__reduce_ex__(protocol)
+        """Refuse to pickle: a shard would be another model's. Raises PartOfModel (GA411)."""
+        raise self._part_of_model()
+
+    def untyped_storage(self) -> Any:
+        """Called by safetensors, which writes this memory. Raises PartOfModel (GA411)."""
+        raise self._part_of_model()
+
+    def _part_of_model(self) -> PartOfModel:
+        kind = "parameter" if isinstance(self, nn.Parameter) else "tensor"
+        return PartOfModel(what=f"a {kind} of shape {list(self.shape)}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardTensor:
         """A copy of the shard; process groups are shared."""

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from graphaccel.compat.torch.distributed import StridedShard, submesh
-from graphaccel.errors import PartOfModel
+from graphaccel.errors import GraphMisuse, PartOfModel
 from graphaccel.runtime.parameters.layout import ShardLayout
 from graphaccel.runtime.parameters.remote import RemoteTensor
 from graphaccel.runtime.parameters.sharded import ShardTensor
@@ -163,6 +163,24 @@ def whole_tensor(session: Session | None, key: str, value: torch.Tensor) -> torc
     whole = whole.contiguous().to(mesh.device)
     dist.broadcast(whole, mesh.rank_of(session.owner(key)), group=mesh.pipeline_group)
     return whole
+
+
+def whole_value(value: Any) -> Any:
+    """A value of the state of a module inside of an optimized model, or made from its weights: in
+    full, on the CPU. Collective for a shard.
+
+    Raises GraphMisuse (GA407) for a tensor of another stage.
+    """
+    if not isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, RemoteTensor):
+        raise GraphMisuse(
+            what="full_state_dict() of a module inside of an optimized model, whose weights are in "
+            "another stage",
+            help_line="state = graphaccel.full_state_dict(model)  # of the whole model",
+        )
+    whole = value.whole() if isinstance(value, ShardTensor) else value.detach()
+    return whole.cpu().clone()
 
 
 class OptimizerState:

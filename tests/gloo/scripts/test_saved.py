@@ -118,6 +118,10 @@ def _refusals(kind: str, folder: str) -> dict[str, str]:
         "save_model": lambda: safetensors.torch.save_model(model, f"{folder}/model-{rank}"),
         "save_file": lambda: state_in(safetensors.torch.save_file),
         "save_pretrained": lambda: model.save_pretrained(f"{folder}/hf-{rank}"),
+        "inside": lambda: torch.save(model.transformer.state_dict(), io.BytesIO()),
+        "inside, in safetensors": lambda: safetensors.torch.save_model(
+            model.transformer, f"{folder}/inside-{rank}"
+        ),
         "copied": lambda: torch.save(copy.deepcopy(model.state_dict()), io.BytesIO()),
     }
     said = {}
