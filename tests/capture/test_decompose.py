@@ -281,3 +281,63 @@ def test_copies_of_views_are_copies_of_what_has_a_rule(name: str) -> None:
     model(x).backward()
     torch.testing.assert_close(loss, model(x).detach(), rtol=0, atol=1e-12)
     torch.testing.assert_close(gradient, model.scale.grad, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [(64,), (3, 64)])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"hop_length": 5},
+        {"win_length": 9, "normalized": True, "center": False},
+        {"onesided": False},
+    ],
+    ids=str,
+)
+def test_spectra_of_frames(settings: dict[str, Any], size: tuple[int, ...]) -> None:
+    """Whose gradients torch adds up by places in memory, for which there is no rule."""
+    window = torch.hann_window(settings.get("win_length", 16), dtype=torch.float64)
+    given = {"n_fft": 16, "return_complex": True, "window": window, **settings}
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.linspace(1, 2, 64, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.stft(x * self.scale, **given).abs().square().mean()
+
+    model, x = Model(), torch.randn(size, dtype=torch.float64)
+    step = capture(model, flatten_call((x,), {}), symbolic=False)
+    assert not step.graph.graph.find_nodes(op="call_function", target=aten.as_strided.default)
+    places = {"parameter": model.scale.detach(), "batch": x}
+    inputs = [places.get(spec.kind, window) for spec in step.inputs]
+    loss, gradient = step.graph(*inputs)
+    model(x).backward()
+    torch.testing.assert_close(loss, model(x).detach(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(gradient, model.scale.grad, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("rows", [6, 1])
+def test_what_losses_broadcast(rows: int, asked: list[str]) -> None:
+    """torch's losses ask for tensors of one shape, which is no call where they have it."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(4, dtype=torch.float64))
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            first, second = torch.broadcast_tensors(x * self.scale, y)
+            return (first.mul_(2) - second).square().sum()
+
+    model, x = Model(), torch.randn(6, 4, dtype=torch.float64)
+    y = torch.randn(rows, 4, dtype=torch.float64)
+    step = capture(model, flatten_call((x, y), {}), symbolic=False)
+    targets = {n.target for n in step.forward.graph.graph.nodes}
+    assert aten.broadcast_tensors.default not in targets
+    assert (aten.expand.default in targets) == (rows == 1)
+    assert not asked
+    loss, gradient = step.graph(model.scale.detach(), x, y)
+    model(x, y).backward()
+    torch.testing.assert_close(loss, model(x, y).detach())
+    torch.testing.assert_close(gradient, model.scale.grad)

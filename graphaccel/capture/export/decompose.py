@@ -14,6 +14,7 @@ call runs twice.
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -156,6 +157,10 @@ class _Calls(fx.Interpreter):
             raise NotTraced(f"{target}")
         if target is aten.batch_norm.default:
             return _batch_norm(*args, **kwargs)
+        if target is aten.broadcast_tensors.default:
+            return _broadcast(*args)
+        if target is aten.stft.default:
+            return _stft(*args, **kwargs)
         if torch.Tag.view_copy in target.tags and target is not aten.lift_fresh_copy.default:
             return _copy_of_view(target, args, kwargs)
         if is_preservable_composite(target):
@@ -176,6 +181,13 @@ def _copy_of_view(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     _, name, overload = str(target).split(".")
     view = getattr(getattr(aten, name.removesuffix("_copy")), overload)
     return pytree.tree_map(torch.clone, _called(view, args, kwargs))
+
+
+def _broadcast(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """`aten.broadcast_tensors`, with which torch's losses begin, as no call where shapes are equal:
+    one op may not return what it reads."""
+    shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
+    return [t if t.shape == shape else t.expand(shape) for t in tensors]
 
 
 def _batch_norm(
@@ -204,3 +216,34 @@ def _batch_norm(
     if training:
         return aten._native_batch_norm_legit.default(*given, training, *momentum_and_eps)[0]
     return aten._native_batch_norm_legit_no_training.default(*given, *momentum_and_eps)[0]
+
+
+def _stft(
+    x: torch.Tensor,
+    n_fft: int,
+    hop_length: int | None = None,
+    win_length: int | None = None,
+    window: torch.Tensor | None = None,
+    normalized: bool = False,
+    onesided: bool | None = None,
+    return_complex: bool | None = None,
+    align_to_window: bool | None = None,
+) -> torch.Tensor:
+    """`aten.stft`, [.., L] → [.., frequencies, frames], by ops that have sharding rules: torch's
+    own takes the frames by strides, and adds their gradients up by places in memory.
+
+    Raises NotTraced for a result without complex numbers, which is deprecated, and for frames that
+    are aligned with the window.
+    """
+    if align_to_window or not return_complex:
+        raise NotTraced("an older form of stft")
+    width = n_fft if win_length is None else win_length
+    frames = x.unfold(-1, n_fft, n_fft // 4 if hop_length is None else hop_length)
+    if window is None and width < n_fft:
+        window = x.new_ones(width)
+    if window is not None:
+        left = (n_fft - width) // 2
+        frames = frames * torch.nn.functional.pad(window, (left, n_fft - width - left))
+    norm = "ortho" if normalized else "backward"
+    half = not frames.is_complex() if onesided is None else onesided
+    return (torch.fft.rfft if half else torch.fft.fft)(frames, norm=norm).transpose(-1, -2)

@@ -43,6 +43,11 @@ def _pairs(h: Tensor) -> Tensor:
     return h.view(-1, 2, 3)
 
 
+def _spectrum(h: Tensor, window: Tensor) -> Tensor:
+    """Magnitudes of three frequencies in windows of four values, two of them apart: [b, 3, 4]."""
+    return torch.stft(h, 4, 2, 3, window, return_complex=True).abs()
+
+
 def _definite(h: Tensor) -> Tensor:
     return _pairs(h) @ _pairs(h).mT + torch.eye(2, dtype=h.dtype)
 
@@ -63,6 +68,8 @@ MATRICES: tuple[Loss, ...] = (
     lambda h, w, y: torch.linalg.eigvalsh(_definite(h)).exp().mean(),
     lambda h, w, y: torch.linalg.cholesky(_definite(h)).pow(3).mean(),
     lambda h, w, y: F.mse_loss(torch.fft.irfft(torch.fft.rfft(h) * torch.fft.rfft(w[0]), n=6), y),
+    lambda h, w, y: F.mse_loss(torch.linalg.pinv(_pairs(h)).flatten(1), y),
+    lambda h, w, y: F.mse_loss(_spectrum(h, w[0, :3]), _spectrum(y, w[1, :3].detach())),
 )
 PLACES: tuple[Loss, ...] = (
     lambda h, w, y: F.mse_loss(h.new_zeros(len(h), 4).index_add(1, _ids(6, 4), h), y[:, :4]),

@@ -16,10 +16,7 @@ BEFORE = """\
 %args_1: f32[8,3] = input
 %linear: f32[8,3] = aten.linear(%args_0, %p_model_proj_weight)
 %tanh: f32[8,3] = aten.tanh(%linear)
-%broadcast_tensors: (f32[8,3], f32[8,3]) = aten.broadcast_tensors([%tanh, %args_1])
-%getitem: f32[8,3] = getitem(%broadcast_tensors, 0)
-%getitem_1: f32[8,3] = getitem(%broadcast_tensors, 1)
-%mse_loss_default: f32[] = aten.mse_loss(%getitem, %getitem_1, 2)
+%mse_loss_default: f32[] = aten.mse_loss(%tanh, %args_1, 2)
 %div_tensor: f32[] = aten.div.Tensor(%mse_loss_default, 24)
 return (%div_tensor)
 """
@@ -32,10 +29,7 @@ AFTER = """\
 %linear: bf16[8,3] = aten.linear(%_to_copy_default, %_to_copy_default_1)
 %tanh: bf16[8,3] = aten.tanh(%linear)
 %_to_copy_default_2: f32[8,3] = aten._to_copy(%tanh, dtype=f32)
-%broadcast_tensors: (f32[8,3], f32[8,3]) = aten.broadcast_tensors([%_to_copy_default_2, %args_1])
-%getitem: f32[8,3] = getitem(%broadcast_tensors, 0)
-%getitem_1: f32[8,3] = getitem(%broadcast_tensors, 1)
-%mse_loss_default: f32[] = aten.mse_loss(%getitem, %getitem_1, 2)
+%mse_loss_default: f32[] = aten.mse_loss(%_to_copy_default_2, %args_1, 2)
 %div_tensor: f32[] = aten.div.Tensor(%mse_loss_default, 24)
 return (%div_tensor)
 """

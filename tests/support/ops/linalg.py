@@ -25,6 +25,11 @@ def _square(function: Callable[[Tensor], Any]) -> Traced:
     return draw
 
 
+def _small(x: Tensor) -> Tensor:
+    """A small number of each matrix."""
+    return x[..., 0, 0].detach().sigmoid() / 100
+
+
 def _definite(function: Callable[[Tensor], Any]) -> Traced:
     def draw(d: Draw) -> tuple[Any, ...]:
         x = d.real(*d.shape(0, 2), 3, 3)
@@ -104,6 +109,10 @@ CASES: Mapping[Any, Case] = MappingProxyType(
                 (aten._linalg_eigh.default,): _definite(torch.linalg.eigh),
                 (aten.linalg_eig.default,): _square(torch.linalg.eig),
                 (aten.linalg_matrix_exp.default,): _square(torch.linalg.matrix_exp),
+                (aten.linalg_pinv.atol_rtol_tensor,): lambda d: (
+                    d.one(torch.linalg.pinv, lambda x: torch.linalg.pinv(x, rtol=_small(x))),
+                    d.real(*d.shape(0, 2), 3, 2),
+                ),
                 (aten._cdist_forward.default, aten._cdist_backward.default): _distances,
                 (aten.linalg_cross.default,): lambda d: (
                     lambda x, y: torch.linalg.cross(x, y, dim=1),

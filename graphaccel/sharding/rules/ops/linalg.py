@@ -72,6 +72,11 @@ def _batched(shape: tuple[int, ...], inside: int, lead: tuple[int, ...]) -> Indi
     return (*before, *("",) * inside)
 
 
+def _pseudo_inverse(node: fx.Node) -> Notation:
+    """linalg_pinv: each matrix has numbers for the tolerances that are given."""
+    return matrices((2, *(0,) * (len(tensor_arguments(node)) - 1)))(node)
+
+
 def _solution(node: fx.Node) -> Notation:
     """_linalg_solve_ex: right-hand sides are matrices, or vectors if they have one dim less."""
     left, right = (shape_of(t) for t in tensor_arguments(node))
@@ -179,6 +184,7 @@ RULES: Rules = MappingProxyType(
         aten._linalg_eigh.default: matrices((2,), (1, 2)),
         aten.linalg_eig.default: matrices((2,), (1, 2)),
         aten.linalg_matrix_exp.default: matrices(),
+        aten.linalg_pinv.atol_rtol_tensor: _pseudo_inverse,
         aten._cdist_forward.default: _distances,
         aten._cdist_backward.default: _distances_backward,
         aten.linalg_cross.default: _cross,
