@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -88,22 +87,3 @@ def any_rank(said: bool, device: torch.device) -> bool:
     anyone = torch.tensor(int(said), device=device)
     dist.all_reduce(anyone, dist.ReduceOp.MAX)
     return bool(anyone)
-
-
-@contextmanager
-def whole_prompts(model: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Meanwhile a prompt encoder of peft has the parameters of `state`. peft saves what the encoder
-    computes, on the rank that writes alone, which has a part of them under a plan."""
-    encoder = getattr(model, "prompt_encoder", None)
-    kept = [
-        (module, name, parameter, state[f"prompt_encoder.{path}.{name}"])
-        for path, module in (encoder.named_modules() if isinstance(encoder, nn.Module) else ())
-        for name, parameter in module.named_parameters(recurse=False)
-    ]
-    for module, name, _, whole in kept:
-        setattr(module, name, nn.Parameter(whole, requires_grad=False))
-    try:
-        yield
-    finally:
-        for module, name, parameter, _ in kept:
-            setattr(module, name, parameter)

@@ -25,7 +25,7 @@ from graphaccel.checkpoint.save import save
 from graphaccel.errors import GraphMisuse
 from graphaccel.integrations.last_batch import check_last_batch
 from graphaccel.integrations.one_process import counted, read_everywhere, start
-from graphaccel.integrations.settings import norm_everywhere, wait_for_all, whole_prompts
+from graphaccel.integrations.settings import norm_everywhere, wait_for_all
 from graphaccel.integrations.training_arguments import pins_of
 
 _OVERRIDDEN = ("_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler", "_save_rng_state")
@@ -110,9 +110,7 @@ class PlannedSteps(_Trainer):
         """Write the whole model from the first rank. Called by every rank; it is there when they
         go on."""
         folder = output_dir or self.args.output_dir
-        state = full_state_dict(self.model)
-        with whole_prompts(self.model, state):
-            self._save(folder, state_dict=state)
+        self._save(folder, state_dict=full_state_dict(self.model))
         wait_for_all()
         if self.args.push_to_hub and not _internal_call and self.args.should_save:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from graphaccel.errors import PartOfModel
@@ -66,6 +68,28 @@ def _of_a_whole(original: Any, whole: Callable[[], bool]) -> Callable[..., Any]:
         state = {**given.arguments, **given.kwargs}.get("state_dict")  # by its name, or by **kwargs
         if state is None and not whole():
             raise PartOfModel(what=f"`{original.__name__}`")
-        return save(self, *args, **kwargs)
+        if state is None or whole():
+            return save(self, *args, **kwargs)
+        with _whole_prompts(self, state):
+            return save(self, *args, **kwargs)
 
     return looks_like(save, save_pretrained)
+
+
+@contextmanager
+def _whole_prompts(model: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Meanwhile a prompt encoder of peft has the parameters of `state`. peft saves what the encoder
+    computes, on the rank that writes alone, which has a part of them under a plan."""
+    encoder = getattr(model, "prompt_encoder", None)
+    kept = [
+        (module, name, parameter, state[f"prompt_encoder.{path}.{name}"])
+        for path, module in (encoder.named_modules() if isinstance(encoder, nn.Module) else ())
+        for name, parameter in module.named_parameters(recurse=False)
+    ]
+    for module, name, _, whole in kept:
+        setattr(module, name, nn.Parameter(whole, requires_grad=False))
+    try:
+        yield
+    finally:
+        for module, name, parameter, _ in kept:
+            setattr(module, name, parameter)

@@ -214,6 +214,34 @@ def test_trainer_saves_what_a_prompt_encoder_computes(
     torch.testing.assert_close(saved[3], saved[2], rtol=0, atol=CLOSE)
 
 
+def _prompts() -> PeftModel:
+    torch.manual_seed(3)
+    tuning = PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=2, encoder_hidden_size=8)
+    return get_peft_model(base(), tuning).double()
+
+
+@captures_of("prompts")
+def _prompts_of_one_rank(plan: dict[str, Any], folder: str) -> None:
+    model = _prompts()
+    optimizer = torch.optim.AdamW(trained(model), lr=0.05)
+    graphaccel.optimize(model, optimizer, **plan)
+    steps(model, optimizer)
+    state = graphaccel.full_state_dict(model)
+    if torch.distributed.get_rank() == 0:
+        model.save_pretrained(folder, state_dict=state)
+
+
+@pytest.mark.parametrize("name", ["zero3", "pipeline"])
+def test_one_rank_saves_prompts(pool: Pool, name: str, tmp_path: Path) -> None:
+    """The encoder computes them there from the state that it is given: no other rank takes part."""
+    model = _prompts()
+    steps(model, torch.optim.AdamW(trained(model), lr=0.05))
+    expected = get_peft_model_state_dict(model)["prompt_embeddings"]
+    pool.run(2, _prompts_of_one_rank, PLANS[name], str(tmp_path), timeout_s=120)
+    found = load_file(tmp_path / ADAPTERS)["prompt_embeddings"]
+    torch.testing.assert_close(found, expected, rtol=0, atol=CLOSE)
+
+
 def test_a_parameter_that_the_forward_makes_for_itself() -> None:
     """DoRA of a transposed layer reads `nn.Parameter(weight.T)`: gradients end there."""
     kept = []
