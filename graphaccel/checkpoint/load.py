@@ -34,7 +34,7 @@ from graphaccel.checkpoint.folders import (
 )
 from graphaccel.checkpoint.manifest import NAME, check_content, check_files, read_manifest
 from graphaccel.checkpoint.of_rank import with_own_values
-from graphaccel.checkpoint.random_state import set_random_states
+from graphaccel.checkpoint.random_state import set_random_states, valid_random_states
 from graphaccel.checkpoint.save import RESERVED, contents_of, folder_of, reserve_early
 from graphaccel.checkpoint.saver import saver_of
 from graphaccel.checkpoint.together import Together
@@ -196,6 +196,9 @@ def _restore(
         manifest, names = checkpoint.manifest, (STATE, random_file(rank))
         if problems := check_content(checkpoint.folder, manifest, names):  # once they are trusted
             raise CheckpointDamaged(path=str(checkpoint.folder), problems=problems, before=before)
+        if not valid_random_states(random):
+            problem = f"{random_file(rank)} does not hold the random states of a rank"
+            raise CheckpointDamaged(path=str(checkpoint.folder), problems=(problem,), before=before)
         _check_state(checkpoint, state)
         _check_fits(checkpoint, contents, state)
         return with_own_values(state, random, together, manifest.ranks), random

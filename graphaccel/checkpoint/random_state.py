@@ -33,3 +33,15 @@ def set_random_states(states: dict[str, Any]) -> None:
         kind, keys, *rest = states["numpy"]
         numpy = sys.modules["numpy"]
         numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))
+
+
+def valid_random_states(states: Any) -> bool:
+    """Whether a run can continue from what a file holds."""
+    before = random_states()
+    try:
+        set_random_states(states)
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):
+        return False
+    finally:
+        set_random_states(before)
+    return True

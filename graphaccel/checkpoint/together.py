@@ -44,9 +44,11 @@ class Together:
         if self.ranks > 1:
             results = [None] * self.ranks
             self.collective(lambda: dist.all_gather_object(results, result, group=self.group))
-        errors = [error for _, error in results if error is not None]
+        errors = {rank: error for rank, (_, error) in enumerate(results) if error is not None}
         if errors:
-            raise errors[0]
+            first = min(errors)
+            own = result[1] if first == self.rank else None  # this one still has its cause
+            raise own or errors[first]
         return [value for value, _ in results]
 
     def here(self, action: Callable[[], T], failed: Failed) -> T:

@@ -61,6 +61,15 @@ def _edit(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
+def _other_random(folder: Path, **states: Any) -> None:
+    """Random states that no generator has, as in a file without a checksum."""
+    path = folder / "random-00000.pt"
+    torch.save({**torch.load(path, weights_only=True), **states}, path)
+    files = json.loads((folder / "manifest.json").read_text())["files"]
+    files[path.name] = path.stat().st_size
+    _edit(folder / "manifest.json", files=files, checksums={})
+
+
 DAMAGES: list[tuple[Damage, str]] = [
     (lambda f: (f / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
     (lambda f: _cut(f / "__0_0.distcp"), "__0_0.distcp has "),
@@ -73,6 +82,8 @@ DAMAGES: list[tuple[Damage, str]] = [
     (lambda f: _edit(f / "manifest.json", step="2"), "step is '2', and must be a whole number"),
     (lambda f: _edit(f / "manifest.json", files={"../x": 1}), "'../x' is no file of this folder"),
     (lambda f: _edit(f / "manifest.json", files={}), "manifest.json does not name state.pt"),
+    (lambda f: _other_random(f, python=(3, [-1] * 625, None)), "random-00000.pt does not hold"),
+    (lambda f: _other_random(f, torch=torch.zeros(3)), "random-00000.pt does not hold"),
     (lambda f: _edit(f / "manifest.json", tensors={}), "lists other tensors than .metadata"),
 ]
 

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -298,3 +299,24 @@ def test_what_one_rank_raises_in_a_step_is_told_by_all(pool: Pool, pins: dict[st
     reported = "  reported:          rank 1 raised IndexError: index out of range in self"
     assert reported in failures[0].message.splitlines()
     assert seconds < 40
+
+
+class _Position:
+    def state_dict(self) -> dict[str, int]:
+        if dist.get_rank() == 1:
+            raise ValueError("no position")
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+
+def _cause(folder: str) -> tuple[str, str]:
+    with pytest.raises(errors.GraphMisuse) as raised:
+        graphaccel.save(folder, Classifier(), step=1, data=_Position())
+    return raised.value.what, type(raised.value.__cause__).__name__
+
+
+def test_a_rank_that_fails_in_a_save_shows_its_own_line(pool: Pool, tmp_path: Path) -> None:
+    """All ranks raise its error; its own has the cause, with the traceback."""
+    what = "`data.state_dict()` raised ValueError: no position"
+    assert pool.run(2, _cause, str(tmp_path)) == [(what, "NoneType"), (what, "ValueError")]
