@@ -30,6 +30,7 @@ from graphaccel.checkpoint.save import save
 from graphaccel.errors import GraphMisuse
 from graphaccel.integrations.one_process import counted, read_everywhere, start
 from graphaccel.integrations.settings import any_rank, wait_for_all, with_precision
+from graphaccel.integrations.written import ACCELERATOR, as_written
 
 _REPLACED = {  # argument of Accelerator → what to write instead
     "deepspeed_plugin": 'optimize={"zero": 3}',
@@ -88,7 +89,8 @@ class Accelerator(accelerate.Accelerator):
             if len(own) != 1 or hasattr(model, "graphaccel"):
                 raise _unpaired(model, "prepare()", len(own))
             vars(model)["_is_accelerate_prepared"] = True  # neither wrapped nor cast
-            optimize(model, own[0], **self._settings)
+            with as_written(ACCELERATOR):
+                optimize(model, own[0], **self._settings)
         return super().prepare(*objects, **kwargs)
 
     def prepare_model(

@@ -27,6 +27,7 @@ from graphaccel.integrations.last_batch import check_last_batch
 from graphaccel.integrations.one_process import counted, read_everywhere, start
 from graphaccel.integrations.settings import norm_everywhere, wait_for_all
 from graphaccel.integrations.training_arguments import pins_of
+from graphaccel.integrations.written import TRAINER, as_written
 
 _OVERRIDDEN = ("_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler", "_save_rng_state")
 _OPTIMIZER = "optimizer"
@@ -82,6 +83,16 @@ class PlannedSteps(_Trainer):
             vars(self.model)["_is_accelerate_prepared"] = True  # neither wrapped nor cast
             optimize(self.model, optimizer, **self._settings)
         return optimizer
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's. Errors name `Trainer(optimize=...)`."""
+        with as_written(TRAINER):
+            return super().train(*args, **kwargs)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's. Errors name `Trainer(optimize=...)`."""
+        with as_written(TRAINER):
+            return super().evaluation_loop(*args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As Trainer's. A last batch of an epoch that the plan refuses is named after the first."""
