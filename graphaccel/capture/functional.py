@@ -61,7 +61,9 @@ def without_writes(graph: fx.GraphModule) -> None:
             continue
         written = written_arguments(node)
         if not written:
-            if is_view(node):
+            if node.target is aten._conj.default and not node.all_input_nodes:
+                _replace_by_number(node, complex(node.args[0]).conjugate())
+            elif is_view(node):
                 source: fx.Node = node.all_input_nodes[0]
                 looks[node] = looks.get(source, source)
             continue
@@ -117,3 +119,12 @@ def _replace(
         place[new] = place[node]
         node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
     over.replace_all_uses_with(new, delete_user_cb=lambda user: place[user] > place[node])
+
+
+def _replace_by_number(node: fx.Node, number: complex) -> None:
+    """A number of the user's code, which torch conjugates as a tensor in the backward."""
+    for user in list(node.users):
+        user.args, user.kwargs = map_arg(
+            (user.args, user.kwargs), lambda n: number if n is node else n
+        )
+    node.graph.erase_node(node)

@@ -216,8 +216,6 @@ class Tracing(BareDispatchMode):
             kind = kind._replace(offset=0)  # as in the metadata that torch's own traces have
             return _Result(kind._replace(bytes=_bytes(kind)), None)
         (of,) = owners.values()
-        if given[of].kind.dtype != kind.dtype:
-            raise NotTraced("a view in another dtype")
         return _Result(kind, of)
 
     def _give(self, built: Any, node: fx.Node, given: list[_Known]) -> Any:
@@ -241,7 +239,7 @@ class Tracing(BareDispatchMode):
             self._keep(given[built.of].tensor, node, kind, given[built.of].like)
             return given[built.of].tensor
         else:
-            like = given[built.of].like.as_strided(kind.shape, kind.stride, kind.offset)
+            like = _viewed(given[built.of].like, kind)
         tensor = FakeTensor(self.mode, like, kind.device)
         self._keep(tensor, node, kind, like)
         return tensor
@@ -280,6 +278,14 @@ def _by_values(func: Any, given: Sequence[_Known]) -> bool:
         return any(known.kind.dtype in _MASKS for known in given[1:])
     said = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
     return any(tag in func.tags for tag in said)
+
+
+def _viewed(of: torch.Tensor, kind: _Kind) -> torch.Tensor:
+    """A view, also in another dtype: of complex numbers as real ones, for one."""
+    if of.dtype == kind.dtype:
+        return of.as_strided(kind.shape, kind.stride, kind.offset)
+    empty = torch.empty(0, dtype=kind.dtype, device=of.device)
+    return empty.set_(of.untyped_storage(), kind.offset, kind.shape, kind.stride)
 
 
 def _bytes(kind: _Kind) -> int:

@@ -341,3 +341,25 @@ def test_what_losses_broadcast(rows: int, asked: list[str]) -> None:
     model(x, y).backward()
     torch.testing.assert_close(loss, model(x, y).detach())
     torch.testing.assert_close(gradient, model.scale.grad)
+
+
+def test_complex_numbers_are_seen_as_real_ones(asked: list[str]) -> None:
+    """Also where the view is written to."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.linspace(1, 2, 8, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            turned = torch.view_as_complex((x * self.scale).unflatten(1, (4, 2))) * (1 + 2j)
+            torch.view_as_real(turned)[..., 0].mul_(3)
+            return torch.view_as_real(turned).flatten(1).sin().sum() + turned.abs().sum()
+
+    model, x = Model(), torch.randn(6, 8, dtype=torch.float64)
+    step = capture(model, flatten_call((x,), {}))
+    assert not asked
+    loss, gradient = step.graph(model.scale.detach(), x)
+    model(x).backward()
+    torch.testing.assert_close(loss, model(x).detach())
+    torch.testing.assert_close(gradient, model.scale.grad)
