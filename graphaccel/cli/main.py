@@ -13,11 +13,12 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from graphaccel import __version__
 from graphaccel.cli.bench import add_benchmark
 from graphaccel.cli.output import drop_output, flushed
+from graphaccel.cli.parser import Parser
 from graphaccel.cli.pin_options import add_pins, pin_pairs, pins_of
 from graphaccel.cli.train import add_train
 from graphaccel.cli.values import (
@@ -76,20 +77,12 @@ def _exit_code(error: GraphAccelError) -> int:
     return _EXIT_CODES.get(type(error), 1)
 
 
-Commands: TypeAlias = "argparse._SubParsersAction[_Parser]"
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser that accepts no abbreviated options: a prefix of one of ours may be an option of the
-    script that `run` starts."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(allow_abbrev=False, **settings)
+Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
-    parser = _Parser(
+    parser = Parser(
         prog="graphaccel",
         description="Plan how a PyTorch training step is split over devices, and run it so.",
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ _CLASSES = {
     "seq2seq": modeling_auto.AutoModelForSeq2SeqLM,
     "image-classification": modeling_auto.AutoModelForImageClassification,
 }
+_COUNTS = re.compile(r"^(n|num)_|_(layers|heads|size|dim)$")
+"""Names of fields that are counts."""
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
 
 
@@ -62,7 +65,25 @@ def read_config(model: str, changes: Sequence[tuple[str, str]]) -> PretrainedCon
                 why=(str(error).strip().splitlines() or [type(error).__name__])[-1].strip(),
                 help_line=f"--set {name}={getattr(config, name)}",
             ) from error
+    _check_counts(config, model)
     return config
+
+
+def _check_counts(config: PretrainedConfig, model: str) -> None:
+    """Raises BadTraining (GA418) for a negative number of layers, heads or features: a model of -1
+    layers would be made, and have none."""
+    usual = AutoConfig.for_model(config.model_type)
+    for name, value in config.to_dict().items():
+        if not (isinstance(value, int) and value < 0 and _COUNTS.search(name)):
+            continue
+        default = getattr(usual, name, None)
+        if default == value:
+            continue
+        positive = default if isinstance(default, int) and default > 0 else 1
+        raise BadTraining(
+            what=f"`{name}` of `{model}` is {value}, no number of anything",
+            help_line=f"--set {name}={positive}",
+        )
 
 
 def has_files(model: str) -> bool:
@@ -149,7 +170,7 @@ def make_model(task: str, model: str, config: PretrainedConfig) -> nn.Module:
         if any((Path(model) / name).is_file() for name in _WEIGHTS):
             return kind.from_pretrained(model, config=config)
         return kind.from_config(config)
-    except (ValueError, TypeError, AssertionError, RuntimeError) as error:
+    except Exception as error:  # whatever the model's code makes of its sizes
         raise BadTraining(what="the model can not be made", why=_line(error)) from error
 
 

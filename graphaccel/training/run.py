@@ -6,19 +6,19 @@ import logging
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers.integrations import is_tensorboard_available
-from transformers.trainer_utils import get_last_checkpoint, set_seed
+from transformers.trainer_utils import set_seed
 from transformers.training_args import TrainingArguments
 
 from graphaccel.errors import BadData, BadTraining
 from graphaccel.integrations.transformers import Trainer
 from graphaccel.training.batch import batch_pins
 from graphaccel.training.metrics import Metrics, MetricsBoard, MetricsFile
-from graphaccel.training.models import check_positions, make_model, read_config
+from graphaccel.training.models import check_positions, forward_of, make_model, read_config
+from graphaccel.training.resume import Record, checkpoint_of
 from graphaccel.training.rows import Rows, make_rows
 from graphaccel.training.settings import Settings, model_task
 from graphaccel.training.table import FirstRows
@@ -36,6 +36,7 @@ def train(settings: Settings, pins: Mapping[str, Any], devices: int) -> dict[str
     """
     set_seed(settings.seed)
     config = read_config(settings.model, settings.model_settings)
+    forward_of(model_task(settings), config)  # a task that it has not is told before its data
     rows = make_rows(settings, config)
     model = make_model(model_task(settings), settings.model, config)
     check_positions(model, settings.length)
@@ -46,16 +47,17 @@ def train(settings: Settings, pins: Mapping[str, Any], devices: int) -> dict[str
         validation = FirstRows(validation, settings.eval_batches * batch)
     with _without_advice():
         arguments = _arguments(settings, rows, evaluated=len(validation) > 0)
+    newest = checkpoint_of(settings, config, arguments.max_steps)
     trainer = Trainer(
         model=model,
         args=arguments,
         train_dataset=FirstRows(rows.train, _whole_batches(settings, rows)),
         eval_dataset=validation if len(validation) else None,
         compute_metrics=_accuracy if settings.task in _CLASSES else None,
-        callbacks=_callbacks(settings),
+        callbacks=[Record(settings, config), *_callbacks(settings)],
         optimize=planned,
     )
-    trainer.train(resume_from_checkpoint=_checkpoint(settings))
+    trainer.train(resume_from_checkpoint=newest)
     metrics = trainer.evaluate() if len(validation) else {}
     if settings.task not in _CLASSES and "eval_loss" in metrics:
         metrics["eval_perplexity"] = math.exp(min(metrics["eval_loss"], 700.0))
@@ -142,20 +144,6 @@ def _callbacks(settings: Settings) -> list[Any]:
         writers.append(MetricsBoard(settings.output / "runs"))
     tokens = None if settings.task == "image-classification" else settings.length
     return [Metrics(writers, settings.global_batch, tokens)] if writers else []
-
-
-def _checkpoint(settings: Settings) -> str | None:
-    """The newest checkpoint of the output folder, where the run is to resume.
-
-    Raises BadTraining (GA418) where there is none.
-    """
-    if not settings.resume:
-        return None
-    folder = Path(settings.output)
-    newest = get_last_checkpoint(str(folder)) if folder.is_dir() else None
-    if newest is None:
-        raise BadTraining(what=f"`{folder}` has no checkpoint", help_line="leave --resume out")
-    return newest
 
 
 def _accuracy(prediction: Any) -> dict[str, float]:

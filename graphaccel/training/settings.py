@@ -37,6 +37,13 @@ def _rate(text: str) -> float:
     return number
 
 
+def _passes(text: str) -> float:
+    number = _rate(text)
+    if number == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return number
+
+
 def _share(text: str) -> float:
     number = _rate(text)
     if number > 1:
@@ -154,7 +161,7 @@ class Settings:
         "schedule", "updates to train for", type=positive, metavar="N", also=("--train-iters",)
     )
     epochs: float | None = _option(
-        "schedule", "or passes over the data (1)", type=_rate, metavar="N"
+        "schedule", "or passes over the data (1)", type=_passes, metavar="N"
     )
     learning_rate: float = _option(
         "schedule", "the largest (5e-4)", 5e-4, type=_rate, metavar="RATE", also=("--lr",)
@@ -277,17 +284,33 @@ def _of_file(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 def _parsed(file: Path) -> Any:
     """What a file holds. Raises OSError, ValueError."""
     if file.suffix != ".toml":
-        import yaml
-
-        try:
-            return yaml.safe_load(file.read_text())
-        except yaml.YAMLError as error:
-            raise ValueError(str(error)) from error
+        return _yaml(file.read_text())
     if sys.version_info < (3, 11):
         raise ValueError("TOML needs Python 3.11; write YAML")
     import tomllib
 
     return tomllib.loads(file.read_text())
+
+
+def _yaml(text: str) -> Any:
+    """As `yaml.safe_load`, but the first value of a key that is there twice is not lost: both lines
+    are named. Raises ValueError."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            lines: dict[str, int] = {}
+            for key, _ in node.value:
+                line = key.start_mark.line + 1
+                if (first := lines.get(str(key.value))) is not None:
+                    raise ValueError(f"`{key.value}` is there twice: on lines {first} and {line}")
+                lines[str(key.value)] = line
+            return super().construct_mapping(node, deep)
+
+    try:
+        return yaml.load(text, Loader)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(str(error)) from error
 
 
 def _value(file: Path, name: str, value: Any, kind: Mapping[str, Any]) -> Any:

@@ -238,3 +238,21 @@ def test_tests_are_not_restarted_as_several_processes(monkeypatch: pytest.Monkey
         monkeypatch.setattr(sys, "argv", [program])
         with pytest.raises(errors.NeedsLauncher):
             ensure_launched(2)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["train", "--learnig-rate", "3"], "arguments: --learnig-rate 3 (is it --learning-rate?)"),
+        (["train", "--global_batch=3"], "arguments: --global_batch=3 (is it --global-batch?)"),
+        (["doctor", "--halp"], "unrecognized arguments: --halp (is it --help?)"),
+        (["train", "--xyz"], "unrecognized arguments: --xyz\n"),
+    ],
+)
+def test_an_unknown_option_is_named_with_the_closest(
+    words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(words)
+    assert caught.value.code == 2
+    assert text in capsys.readouterr().err

@@ -60,6 +60,12 @@ def test_fields_are_numbers_words_and_truths() -> None:
             [("n_layers", "2")],
             "error[GA418]: a `gpt2` has no field `n_layers`\n  help: --set n_layer",
         ),
+        (
+            "gpt2",
+            [("n_layer", "-1")],
+            "error[GA418]: `n_layer` of `gpt2` is -1, no number of anything\n"
+            "  help: --set n_layer=12\n",
+        ),
     ],
 )
 def test_what_there_is_not(model: str, changes: list[tuple[str, str]], text: str) -> None:
@@ -118,6 +124,17 @@ def test_positions_that_begin_behind_the_padding_token(padding: int) -> None:
     with pytest.raises((IndexError, RuntimeError)):
         model(torch.full((1, longest + 1), 5))
     check_positions(transformers.BertModel(transformers.BertConfig(**NARROW)), 512)
+
+
+def test_no_type_is_refused_as_it_is() -> None:
+    for name in ("bert", "bloom", "deberta-v2", "llama", "mamba", "mixtral", "t5", "vit"):
+        changes = [] if name == "vit" else [("pad_token_id", "-1")]
+        assert read_config(name, changes).model_type == name
+
+
+def test_a_model_whose_code_divides_by_a_size() -> None:
+    with pytest.raises(BadTraining, match=r"the model can not be made\n  why:  .* by zero"):
+        make_model("causal-lm", "gpt2", read_config("gpt2", [*SMALL, ("n_head", "0")]))
 
 
 def test_a_model_that_torch_refuses_to_make() -> None:
