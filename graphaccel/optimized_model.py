@@ -377,8 +377,7 @@ class Handle:
         run.gate.check(given, session.mesh)
         drop_left(run.model, variant.left)
         result, skipped = self._guard.checked(result)
-        # our own optimizer step can skip an update
-        marks = prepared.updates.step is not None and not skipped
+        marks = frozenset() if skipped else prepared.updates.marked(run.optimizer)
         names, parameters = [n for n, _ in named], [p for _, p in named]
         loss = HandOut.apply(result, marks, session.away, tuple(names), *parameters)
         return loss, result.outputs

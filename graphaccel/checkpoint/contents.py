@@ -71,8 +71,7 @@ class Contents:
         """Give them back."""
         for name, session in self.sessions.items():
             if session.scale is not None and name in scales:
-                session.scale.factor.fill_(scales[name][0])
-                session.scale.good_steps.fill_(scales[name][1])
+                session.scale.restore(*scales[name])
 
     def weights(self) -> dict[str, Tensor]:
         """Parameters and persistent buffers of all models: the tensors themselves, so that a write

@@ -40,6 +40,13 @@ class Updates:
     shards: ShardedOptimizer | WholeMatrixOptimizer | None = None
     state: OptimizerState | None = None
 
+    def marked(self, optimizer: Optimizer | None) -> frozenset[int]:
+        """Ids of the parameters whose gradients get a NaN after an overflow: the step leaves out
+        their update, also where the gradients are of several calls."""
+        if optimizer is None or self.gradients is None or not self.gradients.marks:
+            return frozenset()
+        return frozenset(id(p) for group in optimizer.param_groups for p in group["params"])
+
     def follow(self, model: nn.Module, session: Session) -> None:
         """Use the layouts that the session has now."""
         named = dict(model.named_parameters(remove_duplicate=False))
@@ -73,12 +80,12 @@ def register_updates(
     if optimizer is None:
         return Updates(host=host)
     fused = bool(planned.plan.fusions) or on_host
-    gradients = _all_gradients(model, session, clip_norm, fused=fused)
+    gradients = _all_gradients(model, optimizer, session, clip_norm)
     step = OptimizerStep(optimizer, gradients, on_host=on_host) if fused else None
     if gradients is not None:
         hooks.add(gradients.before)
     if step is None and gradients is not None:
-        hooks.add(gradients.clip_all)
+        hooks.add(gradients.prepare_all)
     if session.mesh.pipeline > 1:
         hooks.add(_without_remote_gradients)
     first, layouts = None, session.states if host is None else session.step_layouts()
@@ -114,19 +121,16 @@ def shards_later(planned: Planned) -> bool:
 
 
 def _all_gradients(
-    model: nn.Module,
-    session: Session,
-    clip_norm: float | None,
-    *,
-    fused: bool,
+    model: nn.Module, optimizer: Optimizer, session: Session, clip_norm: float | None
 ) -> AllGradients | None:
-    """What clips, and what unscales before a fused step; None where neither is needed."""
-    scaled = fused and session.scale is not None
-    if clip_norm is None and not scaled:
+    """What clips, and what leaves out an update after an overflow; None where neither is needed."""
+    # LBFGS computes its gradients in the step: each call that overflows has none
+    scale = None if isinstance(optimizer, torch.optim.LBFGS) else session.scale
+    if clip_norm is None and scale is None:
         return None
     named = model.named_parameters()
     elsewhere = [p for n, p in named if session.owner(n) != session.mesh.pipeline_index]
-    return AllGradients(session.mesh, clip_norm, scaled=scaled, elsewhere=elsewhere)
+    return AllGradients(session.mesh, clip_norm, scale=scale, elsewhere=elsewhere)
 
 
 def _without_remote_gradients(optimizer: Optimizer, *_: Any) -> None:

@@ -121,18 +121,18 @@ class HandOut(torch.autograd.Function):
     def forward(
         ctx: Any,
         result: StepResult,
-        marks: bool,
+        marked: frozenset[int],
         offloaded: bool,
         names: tuple[str, ...],
         *parameters: torch.Tensor,
     ) -> Any:
         """The loss; `parameters` are those that may get a gradient, named `names`.
 
-        marks: after an overflow there is a NaN in every gradient, for the optimizer's step to
-        detect; otherwise there are no gradients, which needs a device synchronisation. offloaded:
-        parameters are offloaded to the host, and get their gradients there.
+        marked: ids of parameters whose gradients have a NaN after an overflow, for the optimizer's
+        step to detect; others have no gradients then, which needs a device synchronisation.
+        offloaded: parameters are offloaded to the host, and get their gradients there.
         """
-        ctx.result, ctx.marks, ctx.away, ctx.names = result, marks, offloaded, names
+        ctx.result, ctx.marked, ctx.away, ctx.names = result, marked, offloaded, names
         ctx.parameters = parameters
         assert result.loss is not None
         return result.loss.clone()
@@ -146,16 +146,21 @@ class HandOut(torch.autograd.Function):
         layouts = ctx.result.layouts
         parameters = ctx.parameters
         ctx.result = ctx.parameters = None
-        if overflow is not None and not ctx.marks and bool(overflow):
+        dropped: set[int] = set()
+        if overflow is not None:
             # The same on every rank, so that clipping stacks equally many norms everywhere.
-            return (None, None, None, None, *(None for _ in parameters))
+            others = {id(p) for p in parameters} - ctx.marked
+            dropped = others if others and bool(overflow) else dropped
         own = list(gradients.values())
         if own and not (gradient.device.type == "cpu" and gradient.item() == 1.0):
             torch._foreach_mul_(own, gradient.to(own[0].dtype))
-        if overflow is not None and ctx.marks:
+        if overflow is not None and ctx.marked:
             spoil(own, overflow)
         handed = []
         for name, parameter in zip(ctx.names, parameters, strict=True):
+            if id(parameter) in dropped:
+                handed.append(None)
+                continue
             if isinstance(parameter, RemoteTensor):
                 handed.append(RemoteTensor(parameter, parameter.elsewhere))
                 continue

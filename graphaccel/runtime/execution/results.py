@@ -109,7 +109,7 @@ class Results:
         overflow = unscale(list(result.gradients.values()), scale.factor)
         if self._mesh.world > 1:
             dist.all_reduce(overflow, op=dist.ReduceOp.MAX, group=self._mesh.world_group)
-        scale.update(overflow)
+        scale.record(overflow)
         result.overflow = overflow
         return result
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from graphaccel.errors import GraphMisuse
 from graphaccel.kernels.multi_tensor.steps import MultiTensor
+from graphaccel.runtime.loss_scale import LossScale
 from graphaccel.runtime.mesh import Mesh
 from graphaccel.runtime.parameters.remote import RemoteTensor
 from graphaccel.runtime.parameters.sharded import ShardTensor, local_of
@@ -33,8 +34,8 @@ Optimizer = torch.optim.Optimizer
 class AllGradients:
     """Norm and overflow before every step of one optimizer; `before` is the hook for it.
 
-    clip_norm: largest norm, or None. scaled: whether gradients may have overflowed (fp16).
-    elsewhere: ids of parameters that another pipeline rank counts.
+    clip_norm: largest norm, or None. scale: of the loss, where gradients may overflow (fp16): it is
+    updated here. elsewhere: ids of parameters that another pipeline rank counts.
     """
 
     def __init__(
@@ -42,13 +43,15 @@ class AllGradients:
         mesh: Mesh,
         clip_norm: float | None,
         *,
-        scaled: bool = False,
+        scale: LossScale | None = None,
         elsewhere: Iterable[Tensor] = (),
     ) -> None:
         self.clip_norm = clip_norm
         self.norm: Tensor | None = None
         self.overflow: Tensor | None = None
-        self._mesh, self._scaled = mesh, scaled
+        self._mesh, self._scale = mesh, scale
+        if scale is not None:
+            scale.each_call = False
         self._elsewhere = {id(p) for p in elsewhere}
         self._many = MultiTensor()
 
@@ -63,8 +66,11 @@ class AllGradients:
             )
         params = [p for group in optimizer.param_groups for p in group["params"]]
         given = [(p, p.grad) for p in params if p.grad is not None]
-        if self._scaled:
+        if self._scale is not None:
+            # the gradients of a closure that the step itself calls do not pass here
+            self._scale.each_call = closure_of(args, kwargs) is not None
             self.overflow = spoiled([g for _, g in given], self._mesh.device)
+            self._scale.update()
         if self.clip_norm is not None:
             wide = any(p.dtype == torch.float64 for p in params)
             own = [g for p, g in given if id(p) not in self._elsewhere]
@@ -102,11 +108,23 @@ class AllGradients:
         for (device, dtype), some in kinds.items():
             torch._foreach_mul_(some, factor.to(device, dtype))
 
+    @property
+    def marks(self) -> bool:
+        """Whether a step leaves out an update whose gradients have the NaN of an overflow."""
+        return self._scale is not None and not self._scale.each_call
+
     @torch.no_grad()
-    def clip_all(self, optimizer: Optimizer, *_: Any) -> None:
-        """A hook that clips in place, where all steps are torch's own code."""
-        groups = optimizer.param_groups
-        self.clip(p.grad for g in groups for p in g["params"] if p.grad is not None)
+    def prepare(self, params: Iterable[Tensor]) -> None:
+        """Prepare gradients for torch's own code: None after an overflow, else clipped."""
+        given = [p for p in params if p.grad is not None]
+        if self.overflow is not None and bool(self.overflow):
+            for p in given:
+                p.grad = None
+        self.clip(p.grad for p in given if p.grad is not None)
+
+    def prepare_all(self, optimizer: Optimizer, *_: Any) -> None:
+        """A hook that prepares all gradients, where all steps are torch's own code."""
+        self.prepare(p for group in optimizer.param_groups for p in group["params"])
 
 
 def spoil(gradients: Iterable[Tensor], overflow: Tensor) -> None:

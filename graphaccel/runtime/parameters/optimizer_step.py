@@ -160,14 +160,9 @@ class OptimizerStep:
         return replace(around, found_inf=result, max_norm=known.clip_norm, norm=known.norm)
 
     def _leave(self, params: Sequence[Tensor]) -> None:
-        """Prepare gradients for torch's own code: None after an overflow, else clipped."""
-        known = self._known_of_all
-        if known is None or not params:
-            return
-        if known.overflow is not None and bool(known.overflow):
-            for p in params:
-                p.grad = None
-        known.clip(p.grad for p in params if p.grad is not None)
+        """Prepare gradients for torch's own code."""
+        if self._known_of_all is not None and params:
+            self._known_of_all.prepare(params)
 
     def _group_of(self, group: dict[str, Any]) -> _Group:
         pairs = [(p, g) for p in group["params"] if (g := p.grad) is not None]
