@@ -90,6 +90,12 @@ class PlannedStrategy(SingleDeviceStrategy):
             self.precision_plugin = Precision()
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
+            if hasattr(self._module, "graphaccel"):
+                raise GraphMisuse(
+                    what="this module already runs under the plan of an earlier fit()",
+                    help_line="go on with a new one:  new.load_state_dict("
+                    "graphaccel.full_state_dict(module)); trainer.fit(new, ...)",
+                )
             optimize(self._module, self._optimizer, **self._settings)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

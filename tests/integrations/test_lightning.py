@@ -244,3 +244,35 @@ def test_a_checkpoint_is_removed_with_its_optimizer_state(tmp_path: Path) -> Non
     (beside / "step-00000001").mkdir(parents=True)
     PlannedStrategy(devices=1).remove_checkpoint(file)
     assert not [*tmp_path.iterdir()]
+
+
+def _fit_once(module: Classifier, strategy: Any) -> list[float]:
+    losses, x = Losses(), torch.linspace(-1, 1, 16 * WIDTH).reshape(16, WIDTH).double()
+    trainer = lightning.Trainer(
+        max_epochs=1, accelerator="cpu", devices=1, strategy=strategy, callbacks=[losses],
+        logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(TensorDataset(x, torch.arange(16) % CLASSES), 4))
+    return losses.seen
+
+
+def test_a_second_fit_says_how_to_go_on() -> None:
+    def made() -> Classifier:
+        torch.manual_seed(0)
+        return Classifier(within=True).double()
+
+    plain, module = made(), made()
+    expected = _fit_once(plain, "auto"), _fit_once(plain, "auto")
+    first = _fit_once(module, PlannedStrategy(devices=1))
+    with pytest.raises(GraphMisuse) as caught:
+        _fit_once(module, PlannedStrategy(devices=1))
+    assert "this module already runs under the plan of an earlier fit()" in str(caught.value)
+    line = str(caught.value).split("go on with a new one:  ")[1].split(";")[0]
+    new = made()
+    exec(line, {"new": new, "graphaccel": graphaccel, "module": module})
+    second = _fit_once(new, PlannedStrategy(devices=1))
+    assert (first, second) == (
+        pytest.approx(expected[0], rel=1e-10),
+        pytest.approx(expected[1], rel=1e-10),
+    )
