@@ -29,6 +29,7 @@ from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.search.validate_plan import check_given, misread
 from graphaccel.runtime.loss_guard import ON_NONFINITE
 from graphaccel.runtime.module import original_class
+from graphaccel.runtime.wrappers import refuse_on
 
 _HOOKS = {
     "_forward_hooks": "forward hook",
@@ -223,6 +224,7 @@ def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
         )
     own = {id(p) for p in nn.Module.parameters(model)}
     if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+        refuse_on(model)  # FSDP puts parameters of its own in place of those that the optimizer has
         raise GraphMisuse(
             what="the optimizer holds no parameter of this model",
             help_line="make it from the model:  torch.optim.AdamW(model.parameters())",

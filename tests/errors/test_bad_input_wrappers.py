@@ -174,9 +174,12 @@ def _fully_sharded(when: str) -> None:
 
     mesh = init_device_mesh("cpu", (2,))
     if when == "before":
-        model = fully_shard(Classifier(), mesh=mesh)
-        with pytest.raises(WrappedModel, match="the model is wrapped in FSDPModule"):
-            graphaccel.optimize(model, data=2)
+        model = Classifier()
+        optimizer = torch.optim.AdamW(model.parameters())  # whose parameters it replaces
+        fully_shard(model, mesh=mesh)
+        for given in ((), (optimizer,)):
+            with pytest.raises(WrappedModel, match="the model is wrapped in FSDPModule"):
+                graphaccel.optimize(model, *given, data=2)
         return
     with captures_of("wrappers"):
         model = graphaccel.optimize(Classifier(), data=2, example_batch=small_batch())
