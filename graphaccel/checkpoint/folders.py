@@ -30,7 +30,7 @@ def complete(root: Path) -> list[CompleteCheckpoint]:
     left out: `newest` raises for it."""
     results = []
     for folder in _folders(root):
-        if (folder / NAME).exists():
+        if _has_manifest(folder):
             try:
                 results.append(CompleteCheckpoint(folder, read_manifest(folder)))
             except CheckpointDamaged:
@@ -46,7 +46,7 @@ def newest(root: Path) -> CompleteCheckpoint | None:
     result = complete(root)
     known = {f.folder for f in result}
     for folder in _folders(root):
-        if (folder / NAME).exists() and folder not in known:
+        if _has_manifest(folder) and folder not in known:
             try:
                 read_manifest(folder)
             except CheckpointDamaged as error:
@@ -76,7 +76,7 @@ def is_there(path: Path) -> bool:
 
 def has_checkpoints(root: Path) -> bool:
     """Whether a folder has checkpoints, complete ones alone."""
-    return any((folder / NAME).exists() for folder in _folders(root))
+    return any(_has_manifest(folder) for folder in _folders(root))
 
 
 def open_step(root: Path, step: int, lock: FolderLock) -> tuple[Path, int]:
@@ -93,7 +93,7 @@ def open_step(root: Path, step: int, lock: FolderLock) -> tuple[Path, int]:
         )
     root.mkdir(parents=True, exist_ok=True)
     for folder in _folders(root):
-        if not (folder / NAME).exists():
+        if not _has_manifest(folder):
             _remove(folder)
     result = complete(root)
     name, attempt = f"step-{step:08d}", 2
@@ -145,6 +145,14 @@ def _remove(folder: Path) -> None:
         progress("kept", f"{folder}, which can not be removed: {error.strerror or error}", 0.0)
     finally:
         lock.release()
+
+
+def _has_manifest(folder: Path) -> bool:
+    """Whether a folder has a manifest; True where that can not be read: it may be the newest."""
+    try:
+        return is_there(folder / NAME)
+    except OSError:
+        return True
 
 
 def _folders(root: Path) -> Iterator[Path]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -110,16 +111,20 @@ def load(
 
 def _loaded(path: Path, contents: Contents, together: Together) -> Loaded:
     """Load what is at a path. Collective."""
-    if together.first(lambda: is_weights(path) and not has_checkpoints(path), _failed(path)):
-        load_weights(path, contents.models["model"], together, _failed(path))
+    fail = _failed(path)
+    with _before_named(path):
+        weights = together.first(lambda: is_weights(path) and not has_checkpoints(path), fail)
+        chosen = None if weights else together.first(lambda: _chosen(path), fail)
+    if weights:
+        load_weights(path, contents.models["model"], together, fail)
         progress("loaded", f"{path}, weights alone", 0.0)
         return Loaded(folder=path)
-    chosen = together.first(lambda: _chosen(path), _failed(path))
     if chosen is None:
         progress("loaded", f"{path} has no checkpoint: this run starts at step 0", 0.0)
         return Loaded()
-    checkpoint = together.here(lambda: _here(chosen), _failed(chosen))
-    values = _restore(checkpoint, contents, together)
+    with _before_named(chosen):
+        checkpoint = together.here(lambda: _here(chosen), _failed(chosen))
+        values = _restore(checkpoint, contents, together)
     progress("loaded", f"{checkpoint.folder}, step {checkpoint.manifest.step}", 0.0)
     return Loaded(checkpoint.manifest.step, checkpoint.folder, values)
 
@@ -128,6 +133,27 @@ def _failed(path: Path) -> Callable[[int, str], GraphAccelError]:
     return lambda rank, cause: CheckpointDamaged(
         path=str(path), problems=(f"rank {rank}: {cause}",)
     )
+
+
+@contextmanager
+def _before_named(folder: Path) -> Iterator[None]:
+    """Errors about a checkpoint name the one before it."""
+    try:
+        yield
+    except CheckpointDamaged as error:
+        if error.before or not (before := _earlier(folder)):
+            raise
+        path, problems = error.path, error.problems
+        raise CheckpointDamaged(path=path, problems=problems, before=before) from error.__cause__
+
+
+def _earlier(path: Path) -> str:
+    """The newest complete checkpoint beside one that may not be readable, of an earlier step."""
+    try:
+        older = [c for c in complete(path.parent) if c.folder.name < path.name]
+    except OSError:  # the folder of all of them can not be read, either
+        older = []
+    return str(older[-1].folder) if older and is_step(path) else ""
 
 
 def _chosen(path: Path) -> Path | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,6 +12,8 @@ from graphaccel.errors.messages import Message
 
 _MOST = 10
 """Lines that one list of names takes at most in a text."""
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -32,8 +36,15 @@ class CheckpointNotSaved(GraphAccelError):
             f"{self.what} could not be saved in `{self.folder}`",
             details=(f"rank {self.rank}: {self.cause}", *newest),
             why="it counts only when every rank has written its part of it",
-            help=(f"make room, or save it where there is some:  {self.call}",),
+            help=(f"{self._mend()}:  {self.call}",),
         )
+
+    def _mend(self) -> str:
+        if _says(self.cause, *_FULL):
+            return "make room, or save it where there is some"
+        if _says(self.cause, *_DENIED):
+            return "make the folder writable, or save it in one that is"
+        return "once the cause is gone, or in another folder"
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -47,13 +58,16 @@ class CheckpointDamaged(GraphAccelError):
     before: str = ""
 
     def message(self) -> Message:
+        denied = any(_says(problem, *_DENIED) for problem in self.problems)
+        why = "a file is missing, was cut off or changed after it was written, or is of another "
+        why = "this process has no permission to read it" if denied else why + "format"
+        mend = "make it readable" if denied else "copy it again from where it was saved"
         older = f"load the one before it:  graphaccel.load('{self.before}', model, optimizer)"
         return Message(
             f"`{self.path}` can not be loaded",
             details=_some(self.problems),
-            why="a file is missing, was cut off or changed after it was written, or is of another "
-            "format",
-            help=(older if self.before else "copy it again from where it was saved",),
+            why=why,
+            help=(older if self.before else mend,),
         )
 
 
@@ -104,6 +118,11 @@ class CheckpointUntrusted(GraphAccelError):
                 "torch.save(torch.load('model.pt', weights_only=False).state_dict(), 'weights.pt')",
             ),
         )
+
+
+def _says(cause: str, *numbers: int) -> bool:
+    """Whether a cause in words is one of the system's errors."""
+    return any(os.strerror(number) in cause for number in numbers)
 
 
 def _some(lines: Sequence[str]) -> tuple[str, ...]:
