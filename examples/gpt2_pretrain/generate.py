@@ -39,7 +39,22 @@ def arguments() -> argparse.Namespace:
         parser.error(f"there is no file {options.sample_input_file}")
     if not 0 < options.top_p <= 1 or options.temperature < 0:
         parser.error("--top-p is in (0, 1], --temperature at least 0")
+    if min(options.num_samples, options.out_seq_length) < 1 or options.top_k < 0:
+        parser.error("--num-samples and --out-seq-length are at least 1, --top-k at least 0")
+    if not Path(options.model).is_dir():
+        parser.error(f"there is no folder {options.model}")
+    check_genfile(parser, options)
     return options
+
+
+def check_genfile(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    file, prompts = options.genfile, options.sample_input_file
+    if file is None:
+        return
+    if file.is_dir() or not file.parent.is_dir():
+        parser.error(f"--genfile {file} is a folder, or in none")
+    if prompts and file.resolve() == prompts.resolve():
+        parser.error("--genfile would write over the prompts of --sample-input-file")
 
 
 class Generator:
