@@ -69,6 +69,15 @@ def _linear(node: fx.Node) -> None:
         replace_call(node, emit(node, aten.linear.default, left, weight))
 
 
+def _broadcast(node: fx.Node) -> None:
+    """Tensors of one shape, with which torch's losses begin, are no call where they have it."""
+    given: Any = node.args[0]
+    for user in list(node.users):
+        tensor, shape = given[user.args[1]], user.meta["val"].shape
+        same = tensor.meta["val"].shape == shape
+        replace_call(user, tensor if same else emit(user, aten.expand.default, tensor, [*shape]))
+
+
 def _dropout(node: fx.Node) -> None:
     """Dropout with p = 0, or outside training, is its input."""
     source, p, train = node.args
@@ -307,6 +316,7 @@ _REWRITES: dict[Any, Callable[[fx.Node], None]] = {
     aten.add.Tensor: _plus_zero,
     aten.cat.default: _concatenate,
     aten.copy.default: _slice_write,
+    aten.broadcast_tensors.default: _broadcast,
     aten.repeat.default: _repeat,
     aten.index_put.default: _masked_write,
     aten.as_strided.default: strided_read,
