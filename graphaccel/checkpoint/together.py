@@ -85,8 +85,9 @@ class Together:
     def _meant(self, error: BaseException, failed: Failed | None) -> BaseException:
         """The error to raise for that of a collective."""
         if isinstance(error, CheckpointException):
-            own, _ = error.failures.get(self.rank, (error, None))
-            if not isinstance(own, Exception):  # Ctrl-C, or sys.exit() in a handler of the script's
+            own, _ = error.failures.get(self.rank, (None, None))
+            # Ctrl-C, or sys.exit() in a handler of the script's
+            if own is not None and not isinstance(own, Exception):
                 return own
             rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
             if isinstance(cause, GraphAccelError):
