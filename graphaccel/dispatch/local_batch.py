@@ -26,6 +26,7 @@ from graphaccel.errors import GraphMisuse
 from graphaccel.ir.program import Value
 from graphaccel.ir.values import returned
 from graphaccel.passes.microbatch.exact_microbatch import batch_placement
+from graphaccel.runtime.agreement import TRAIN
 from graphaccel.runtime.execution.parts import part_of
 from graphaccel.sharding.rules.batch_placement import sharded_dim
 
@@ -47,13 +48,14 @@ def joined(run: Run, call: str, batch: Batch, prepared: Prepared | None) -> Join
     give the global one. Collective. prepared: the plan, where there is one.
 
     Raises BatchesDiffer (GA404) on every rank where ranks give other inputs or sizes, RankLost
-    (GA501), GraphMisuse (GA407) for inputs that can not be joined.
+    (GA501), GraphMisuse (GA407) for inputs that can not be joined, and where all ranks give the
+    same rows to the first training step.
     """
     if run.settings.batch != LOCAL or run.settings.devices == 1:
         return Joined(batch)
     dims = _dims(run, batch, None if prepared is None else prepared.planned.step)
     run.agreement.check_parts(call, batch, dims)
-    leaves = list(batch.leaves)
+    leaves, same = list(batch.leaves), bool(dims)
     for leaf, dim in dims.items():
         if leaves[leaf].requires_grad:
             raise GraphMisuse(
@@ -61,7 +63,18 @@ def joined(run: Run, call: str, batch: Batch, prepared: Prepared | None) -> Join
                 "the rows of other ranks",
                 help_line="optimize(model, optimizer)  # and give every rank the global batch",
             )
-        leaves[leaf] = _joined(run.agreement.all_gather(leaves[leaf]), (dim, 1))
+        parts = run.agreement.all_gather(leaves[leaf])
+        same = same and bool((parts == parts[:1]).all())
+        leaves[leaf] = _joined(parts, (dim, 1))
+    if same and call == TRAIN and prepared is None:
+        raise GraphMisuse(
+            what='all ranks pass the same rows, where batch="local" says that each has its own: '
+            "optimize() gives them the random states of rank 0",
+            help_line="draw rows from a generator of each rank:  "
+            "torch.Generator().manual_seed(torch.distributed.get_rank())",
+            other_help="or, if they are meant to be the same:  "
+            "graphaccel.optimize(model, optimizer)",
+        )
     return Joined(replace(batch, leaves=tuple(leaves)), dims)
 
 

@@ -235,3 +235,28 @@ def test_another_word_is_refused() -> None:
     with pytest.raises(BadPin) as caught:
         graphaccel.optimize(Classifier(), devices=1, batch="mine")
     assert "each rank passes the global batch, or its own rows" in str(caught.value)
+
+
+def _same_rows(seeded: bool) -> str:
+    """As a script that seeds torch's generator by the rank, as for DistributedDataParallel."""
+    torch.manual_seed(1337 + dist.get_rank())
+    model = Classifier()
+    graphaccel.optimize(model, torch.optim.SGD(model.parameters(), 0.1), devices=2, batch="local")
+    own = torch.Generator().manual_seed(dist.get_rank()) if seeded else None
+    x, targets = torch.randn(ROWS, 6, generator=own), torch.ones(ROWS, dtype=torch.int64)
+    try:
+        model(x, targets)["loss"].backward()
+    except GraphMisuse as refused:
+        return str(refused)
+    return ""
+
+
+def test_rows_that_all_ranks_draw_alike_are_refused(pool: Pool) -> None:
+    """They would count twice, and nobody would see it."""
+    text = """\
+error[GA407]: all ranks pass the same rows, where batch="local" says that each has its own: optimize() gives them the random states of rank 0
+  help: draw rows from a generator of each rank:  torch.Generator().manual_seed(torch.distributed.get_rank())
+  help: or, if they are meant to be the same:  graphaccel.optimize(model, optimizer)
+  explain: graphaccel explain GA407"""  # noqa: E501
+    assert pool.run(2, _same_rows, False) == [text, text]
+    assert pool.run(2, _same_rows, True) == ["", ""]
