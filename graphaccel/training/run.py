@@ -36,7 +36,7 @@ def train(settings: Settings, pins: Mapping[str, Any], devices: int) -> dict[str
     """
     set_seed(settings.seed)
     config = read_config(settings.model, settings.model_settings)
-    forward_of(model_task(settings), config)  # a task that it has not is told before its data
+    forward_of(model_task(settings), config)  # a missing task is reported before data is read
     rows = make_rows(settings, config)
     model = make_model(model_task(settings), settings.model, config)
     check_positions(model, settings.length)
