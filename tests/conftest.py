@@ -119,16 +119,19 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """`--dist loadfile` runs all files that use the pool in one process: a second pool would
-    import, capture and unpack what the first one has. The other processes take the other files."""
+    """`--dist loadfile` runs the files that use the pool in two processes, those of plans and
+    models apart: more pools would import, capture and unpack again what these two have. What is
+    left at the end, all processes take."""
     from xdist.scheduler import LoadFileScheduling
 
-    class WithOnePool(LoadFileScheduling):
+    class WithTwoPools(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.split("::", 1)[0]
-            return "pool" if uses_pool(config.rootpath / file) else file
+            if not uses_pool(config.rootpath / file):
+                return file
+            return "plans" if file.startswith(("tests/gloo/plans", "tests/gloo/models")) else "pool"
 
-    return WithOnePool(config, log) if config.getoption("dist") == "loadfile" else None
+    return WithTwoPools(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.fixture(autouse=True)

@@ -151,7 +151,7 @@ def launch(
         asked = threading.Event()
         with _stop_requests(logs, asked) as signals, _restarts_named(flags, asked):
             place = meet(flags, several)
-            with torch_meets(place, several):
+            with torch_meets(place, several, _started):
                 run.main([*flags, *signals, *tether, *command])
         return STOPPED if stopped.exists() else 0
     except ChildFailedError as error:
@@ -290,6 +290,11 @@ def _ranks() -> list[int]:
         with suppress(ProcessLookupError):
             ranks += [child] if os.getpgid(child) == child else []
     return ranks
+
+
+def _started() -> bool:
+    """Whether ranks run, as far as the system lists them."""
+    return not _children().exists() or bool(_ranks())
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import os
 import shlex
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, redirect_stderr
@@ -77,16 +78,32 @@ def meeting_by_variables(environment: Mapping[str, str], seconds: float) -> Iter
 
 
 @contextmanager
-def torch_meets(place: str, command: str) -> Iterator[None]:
-    """Raise NoMeeting (GA419) for what torch raises where processes do not meet."""
+def torch_meets(
+    place: str, command: str, met: Callable[[], bool] = lambda: False
+) -> Iterator[None]:
+    """Raise NoMeeting (GA419) for what torch raises where processes do not meet; say that it waits.
+
+    met: whether the processes have met, where the block goes on after that.
+    """
     from torch.distributed import DistError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
+    def say() -> None:
+        if not met():
+            line = f"at {place} for the other processes of the job"
+            print(f"graphaccel: waiting    {line}", file=sys.stderr)
+
+    timer = threading.Timer(_SAY_AFTER, say)
+    timer.daemon = True
+    if place:
+        timer.start()
     try:
         yield
     except (DistError, RendezvousError, ValueError) as error:
         cause = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise NoMeeting(place=place, cause=cause, command=command) from None
+    finally:
+        timer.cancel()
 
 
 def _parsed(flags: Sequence[str], command: str) -> Any:

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -168,15 +167,10 @@ def test_a_signal_ends_a_launcher_that_waits_for_other_machines(
     port = free_port()
     options = f"--devices 1 --nnodes 2 --node-rank 0 --rdzv-endpoint 127.0.0.1:{port}"
     run = _start(*options.split(), script)
-    deadline = time.monotonic() + LIMIT
-    while True:  # until torch listens, and waits for the other machine
-        try:
-            socket.create_connection(("127.0.0.1", port)).close()
-            break
-        except ConnectionRefusedError:
-            assert time.monotonic() < deadline
-            assert run.poll() is None
-            time.sleep(0.2)
+    assert run.stderr is not None
+    said = run.stderr.readline().split()  # once torch listens, and waits for the other machine
+    expected = f"graphaccel: waiting at 127.0.0.1:{port} for the other processes of the job"
+    assert " ".join(said) == expected
     run.send_signal(number)
     run.communicate(timeout=30)
     assert run.returncode == 128 + number
