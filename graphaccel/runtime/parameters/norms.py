@@ -12,11 +12,12 @@ from graphaccel.compat.torch import pytree
 from graphaccel.compat.torch.tensors import no_torch_function as _no_torch_function
 from graphaccel.compat.torch.tensors import without_storage
 from graphaccel.runtime.parameters.layout import ShardLayout
+from graphaccel.runtime.parameters.readable import Readable
 
 aten = torch.ops.aten
 
 
-class PendingNorm(torch.Tensor):
+class PendingNorm(Readable, torch.Tensor):
     """The norm of one shard; becomes the full tensor's norm when it is read or stacked, so that the
     norms of many gradients share an all-reduce."""
 
@@ -36,6 +37,18 @@ class PendingNorm(torch.Tensor):
 
     def __repr__(self, **_: Any) -> str:
         return f"PendingNorm({self.dtype}, {self.sharding.axes})"
+
+    def values(self) -> torch.Tensor:
+        """The norm of the full tensor. Collective, the first time."""
+        (self.known,) = resolve([self])
+        return self.known
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.values().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled as the norm of the full tensor. Collective."""
+        return self.values().__reduce_ex__(protocol)
 
     @classmethod
     def __torch_dispatch__(

@@ -24,6 +24,7 @@ from graphaccel.compat.torch.tensors import data_of, no_torch_function, without_
 from graphaccel.errors import ElsewhereNeeded, PartOfModel
 from graphaccel.errors.messages import line_of_script
 from graphaccel.runtime.parameters.norms import resolve
+from graphaccel.runtime.parameters.readable import Readable
 from graphaccel.runtime.parameters.sharded import check_same_kind, copied
 
 aten = torch.ops.aten
@@ -39,7 +40,7 @@ class Elsewhere:
     shared: Mapping[int, int] = field(default_factory=dict)
 
 
-class RemoteTensor(torch.Tensor):
+class RemoteTensor(Readable, torch.Tensor):
     """A tensor of another rank: shape, dtype, device, and where its values are."""
 
     elsewhere: Elsewhere
@@ -78,6 +79,10 @@ class RemoteTensor(torch.Tensor):
 
     def __repr__(self, **_: Any) -> str:
         return f"RemoteTensor({list(self.shape)}, {self.dtype})"
+
+    def values(self) -> torch.Tensor:
+        """Raises ElsewhereNeeded (GA408): they are not here."""
+        raise _needed(aten._local_scalar_dense.default)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteTensor:
         return copied(self, RemoteTensor(self, self.elsewhere), memo)

@@ -35,6 +35,7 @@ from graphaccel.compat.torch.tensors import no_torch_function as _no_torch_funct
 from graphaccel.errors import GraphMisuse, PartOfModel
 from graphaccel.runtime.parameters.layout import ShardLayout
 from graphaccel.runtime.parameters.norms import PendingNorm, resolve
+from graphaccel.runtime.parameters.readable import Readable
 
 aten = torch.ops.aten
 _ELEMENTWISE = {
@@ -70,7 +71,7 @@ def check_same_kind(tensor: torch.Tensor, value: torch.Tensor) -> None:
         )
 
 
-class ShardTensor(torch.Tensor):
+class ShardTensor(Readable, torch.Tensor):
     """A tensor of full shape of which `local` is this rank's shard under `sharding`."""
 
     local: torch.Tensor
@@ -128,6 +129,8 @@ class ShardTensor(torch.Tensor):
         """The full tensor. Collective over the axes it is sharded over."""
         return self.sharding.gather(self.local)
 
+    values = whole
+
     # The protocol of torch.distributed.checkpoint for tensors that know their offsets
     # (torch.distributed._checkpointable): a shard may be several boxes of the full tensor.
 
@@ -173,7 +176,7 @@ class ShardTensor(torch.Tensor):
         return _computed(func, types, args, kwargs or {})
 
 
-class ShardView(torch.Tensor):
+class ShardView(Readable, torch.Tensor):
     """A view of a ShardTensor (`p[0]`, `p.view(-1)`), recomputed by each op from the full tensor.
 
     look: maps the full tensor to this view of it.
@@ -197,7 +200,11 @@ class ShardView(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled as the values it views. Collective."""
-        return self.look(self.base.whole()).__reduce_ex__(protocol)
+        return self.values().__reduce_ex__(protocol)
+
+    def values(self) -> torch.Tensor:
+        """What it views of the full tensor. Collective."""
+        return self.look(self.base.whole())
 
     @classmethod
     def __torch_dispatch__(

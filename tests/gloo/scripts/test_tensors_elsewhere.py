@@ -4,9 +4,12 @@ steps: every op gives what it gives for whole parameters, or is refused (GA408).
 from __future__ import annotations
 
 import copy
+import math
+import pickle
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -108,6 +111,31 @@ def _stacked(p: Parameters) -> Any:
     return signed, torch.stack([(t * float("nan")).sum() for t in p]).isnan()
 
 
+def _numbers(p: Parameters) -> Any:
+    norms = [t.norm() for t in p]
+    kept = [copy.deepcopy(t.norm()) for t in p]
+    single = torch.tensor([t.norm() for t in p], dtype=torch.float32)
+    corners = torch.as_tensor([t.view(-1)[0] for t in p])
+    total = math.sqrt(sum(t.norm() ** 2 for t in p))
+    return torch.tensor(norms), kept, single.double(), corners, total, float(p[0].data.norm(2))
+
+
+def _texts(p: Parameters) -> Any:
+    with torch.no_grad():
+        return f"{p[0].norm():.9f} {p[0][0, 0]:.9f} {p[1].norm()} {p[1].detach()}", str(p[2][1])
+
+
+def _arrays(p: Parameters) -> Any:
+    read = [t.detach().numpy() for t in p]
+    norms = np.array([t.norm().numpy() for t in p] + [np.asarray(p[2].detach()[0]).sum()])
+    counts, _ = np.histogram(p[0].detach().cpu().numpy(), bins=5)
+    return (
+        [a.tolist() for a in (*read, norms, counts)],
+        p[0].tolist(),
+        pickle.loads(pickle.dumps(p[1].norm())),
+    )
+
+
 def _equal(p: Parameters) -> Any:
     same = [t.clone() for t in p]
     same[0].view(-1)[-1] += 1  # on the last rank alone
@@ -147,7 +175,8 @@ OPS: dict[str, Callable[[Parameters], Any]] = {
     f.__name__.strip("_"): f
     for f in (
         _whole_from_shards, _lists_into_whole, _lists_into_shards, _views, _vectors, _norms,
-        _reductions, _stacked, _equal, _same_tensor, _random, _scaled, _normed_weight, _copies,
+        _reductions, _stacked, _numbers, _texts, _arrays, _equal, _same_tensor,
+        _random, _scaled, _normed_weight, _copies,
     )
 }  # fmt: skip
 RIGHT_IN_PIPELINES = {"same_tensor", "lists_into_shards", "random", "scaled", "stacked", "copies"}

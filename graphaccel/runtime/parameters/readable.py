@@ -1,0 +1,55 @@
+"""What Python reads of a tensor without an operator: numbers, lists, arrays and text.
+
+torch reads the memory of a tensor for these, or refuses a subclass. A tensor of which this rank
+holds a part, or nothing, has no memory of its values.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class Readable:
+    """Tensors that are read through `values()`.
+
+    The numbers are here for `torch.tensor([p.grad.norm() for p in ...])`, which asks for them where
+    no subclass is called for an operator.
+    """
+
+    requires_grad: bool
+
+    def values(self) -> torch.Tensor:
+        """The plain tensor that the user means."""
+        raise NotImplementedError
+
+    def __float__(self) -> float:
+        return float(self.values())
+
+    def __int__(self) -> int:
+        return int(self.values())
+
+    def __index__(self) -> int:
+        return self.values().__index__()
+
+    def __complex__(self) -> complex:
+        return complex(self.values())
+
+    def __format__(self, spec: str) -> str:
+        return format(self.values(), spec) if spec else str(self)
+
+    def __str__(self) -> str:
+        return str(self.values())
+
+    def tolist(self) -> Any:
+        """As `torch.Tensor.tolist`."""
+        return self.values().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """As `torch.Tensor.numpy`. What is written into the array does not reach a tensor on a CPU,
+        as it does in plain code: there it is for reading."""
+        values = self.values().detach()
+        array = values.requires_grad_(self.requires_grad).numpy(force=force)
+        array.flags.writeable = values.device.type != "cpu"
+        return array
