@@ -340,12 +340,14 @@ class NotAlone(GraphAccelError):
     """This process belongs to a job of several processes, but its rank is not known.
 
     variable: the evidence, as in a shell. reason: what is missing. command: starts it correctly.
+    alone: what trains in one process.
     """
 
     code = "GA409"
     variable: str
     reason: str
     command: str
+    alone: str = "graphaccel.optimize(model, optimizer, devices=1)"
 
     def message(self) -> Message:
         return Message(
@@ -353,7 +355,7 @@ class NotAlone(GraphAccelError):
             why="each of them would train a model of its own",
             help=(
                 f"start them so:  {self.command}",
-                "or train in this process alone:  graphaccel.optimize(model, optimizer, devices=1)",
+                f"or train in this process alone:  {self.alone}",
             ),
         )
 

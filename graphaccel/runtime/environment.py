@@ -2,7 +2,9 @@
 
 Slurm, Open MPI and MPICH set variables of their own; torch reads RANK, WORLD_SIZE, LOCAL_RANK,
 LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which are set from them here. A job whose ranks
-cannot be determined is refused: otherwise each process of the job would train by itself.
+cannot be determined is refused, also where some of torch's own variables are missing or contradict
+each other: otherwise each process of the job would train by itself, or wait for ranks that are not
+there.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from collections.abc import Mapping, MutableMapping
 from graphaccel.errors import NotAlone
 
 _PORTS = range(20_000, 40_000)
+_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 def join_job(restarts: bool, environment: MutableMapping[str, str] = os.environ) -> None:
@@ -26,12 +29,62 @@ def join_job(restarts: bool, environment: MutableMapping[str, str] = os.environ)
     Raises NotAlone (GA409) where a job of several processes is detected, but not this one's rank.
     """
     if "WORLD_SIZE" in environment:
+        _check_ranks(environment)
         return
     try:
-        environment.update(_slurm(environment) or _mpi(environment) or _elastic(environment))
+        variables = _slurm(environment) or _mpi(environment) or _elastic(environment)
+        if not variables:
+            _check_alone(environment)
+        environment.update(variables)
     except NotAlone:
-        if not restarts:
+        if not restarts or environment.get("RANK", "0") != "0":
             raise
+
+
+def _check_ranks(env: Mapping[str, str]) -> None:
+    """Raises NotAlone (GA409) where torch's variables do not give this process a place in its job.
+
+    One process has rank 0, whether or not a variable says so.
+    """
+    world = _count(env, "WORLD_SIZE", 1)
+    local = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in env else "WORLD_SIZE"
+    if "RANK" not in env and world > 1:
+        raise _misplaced(env, "WORLD_SIZE", "RANK is not set")
+    if _count(env, local, 1) > world:
+        raise _misplaced(env, local, f"WORLD_SIZE={world} is less")
+    for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", local)):
+        if _count(env, rank, 0) >= _count(env, size, 1):
+            raise _misplaced(env, rank, f"{size}={env[size]} has no such rank")
+
+
+def _check_alone(env: Mapping[str, str]) -> None:
+    """Raises NotAlone (GA409) where a process without WORLD_SIZE has the rank of one of several.
+
+    LOCAL_RANK=0 alone is what scripts of one process set for themselves.
+    """
+    for name in ("RANK", "LOCAL_RANK"):
+        if name in env and (name, env[name]) != ("LOCAL_RANK", "0"):
+            raise _misplaced(env, name, "WORLD_SIZE is not set")
+
+
+def _count(env: Mapping[str, str], name: str, least: int) -> int:
+    """A variable's value, `least` where it is not set. Raises NotAlone (GA409) for no number."""
+    text = env.get(name, str(least))
+    number = int(text) if text.isascii() and text.isdigit() else -1
+    if number < least:
+        raise _misplaced(env, name, f"it is no whole number from {least}")
+    return number
+
+
+def _misplaced(env: Mapping[str, str], name: str, reason: str) -> NotAlone:
+    given = [each for each in _RANKS if each in env]
+    return NotAlone(
+        variable=f"{name}={env[name]}",
+        reason=reason,
+        command="MASTER_ADDR=FIRST_MACHINE MASTER_PORT=29500 WORLD_SIZE=2 RANK=0 LOCAL_RANK=0 "
+        f"python {_script()}",
+        alone=f"unset {' '.join(given)}",
+    )
 
 
 def _slurm(env: Mapping[str, str]) -> dict[str, str]:

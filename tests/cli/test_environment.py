@@ -61,8 +61,8 @@ def test_one_process_is_left_alone(environment: dict[str, str]) -> None:
 
 
 def test_what_torchrun_says_comes_first() -> None:
-    told = dict(zip(NAMES, "012345", strict=True))
-    assert _joined(SRUN | told) == tuple("012345")
+    told = dict(zip(NAMES, "352467", strict=True))
+    assert _joined(SRUN | told) == tuple("352467")
 
 
 @pytest.mark.parametrize(
@@ -93,6 +93,45 @@ def test_a_place_that_is_not_known_is_refused(
     assert (caught.value.variable, caught.value.command) == (variable, command)
     join_job(True, made := dict(environment))  # the script is restarted as many processes
     assert made == environment
+
+
+@pytest.mark.parametrize(
+    ("text", "evidence", "reason"),
+    [
+        ("RANK=0", "RANK=0", "WORLD_SIZE is not set"),
+        ("RANK=1 LOCAL_RANK=1", "RANK=1", "WORLD_SIZE is not set"),
+        ("LOCAL_RANK=1", "LOCAL_RANK=1", "WORLD_SIZE is not set"),
+        ("WORLD_SIZE=2", "WORLD_SIZE=2", "RANK is not set"),
+        ("WORLD_SIZE=two RANK=0", "WORLD_SIZE=two", "it is no whole number from 1"),
+        ("WORLD_SIZE=0 RANK=0", "WORLD_SIZE=0", "it is no whole number from 1"),
+        ("WORLD_SIZE= RANK=0", "WORLD_SIZE=", "it is no whole number from 1"),
+        ("WORLD_SIZE=2 RANK=-1", "RANK=-1", "it is no whole number from 0"),
+        ("WORLD_SIZE=2 RANK=2", "RANK=2", "WORLD_SIZE=2 has no such rank"),
+        ("WORLD_SIZE=4 RANK=3 LOCAL_RANK=4", "LOCAL_RANK=4", "WORLD_SIZE=4 has no such rank"),
+        (
+            "WORLD_SIZE=4 RANK=3 LOCAL_RANK=2 LOCAL_WORLD_SIZE=2", "LOCAL_RANK=2",
+            "LOCAL_WORLD_SIZE=2 has no such rank",
+        ),
+        ("WORLD_SIZE=2 RANK=0 LOCAL_WORLD_SIZE=4", "LOCAL_WORLD_SIZE=4", "WORLD_SIZE=2 is less"),
+    ],
+)  # fmt: skip
+def test_incomplete_variables_are_refused(text: str, evidence: str, reason: str) -> None:
+    environment = dict(pair.split("=") for pair in text.split())
+    with pytest.raises(NotAlone) as caught:
+        join_job(False, environment)
+    assert (caught.value.variable, caught.value.reason) == (evidence, reason)
+    names = caught.value.alone.removeprefix("unset ").split()
+    assert names
+    left = {name: value for name, value in environment.items() if name not in names}
+    assert _joined(left) == (None,) * len(NAMES)
+    typed = dict(part.split("=") for part in caught.value.command.split() if "=" in part)
+    assert _joined(typed)[:2] == ("0", "2")
+
+
+def test_a_rank_that_is_not_the_first_does_not_restart_the_script() -> None:
+    join_job(True, {"RANK": "0"})
+    with pytest.raises(NotAlone):
+        join_job(True, {"RANK": "1", "LOCAL_RANK": "1"})
 
 
 SCRIPT = """
