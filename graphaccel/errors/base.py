@@ -10,11 +10,17 @@ imports torch, and every error survives pickling (it may travel between processe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from graphaccel.errors.messages import Message, format_bytes
+
+WRITTEN: ContextVar[Callable[[str], str]] = ContextVar(
+    "text with a library's own lines", default=str
+)
+"""An error's text → the same with what to type as a script of another library writes it."""
 
 
 def named_module(module: str) -> str:
@@ -42,7 +48,7 @@ class GraphAccelError(Exception):
         cls.__module__ = "graphaccel.errors"  # the name by which users import it, in tracebacks too
 
     def __post_init__(self) -> None:
-        super().__init__(self.message().render(self.code))
+        super().__init__(WRITTEN.get()(self.message().render(self.code)))
 
     def message(self) -> Message:
         """The parts of the text; each subclass implements it."""

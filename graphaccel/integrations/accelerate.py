@@ -30,7 +30,7 @@ from graphaccel.checkpoint.save import save
 from graphaccel.errors import GraphMisuse
 from graphaccel.integrations.one_process import counted, read_everywhere, start
 from graphaccel.integrations.settings import any_rank, wait_for_all, with_precision
-from graphaccel.integrations.written import ACCELERATOR, as_written
+from graphaccel.integrations.written import ACCELERATOR, as_written, write_for
 
 _REPLACED = {  # argument of Accelerator → what to write instead
     "deepspeed_plugin": 'optimize={"zero": 3}',
@@ -58,6 +58,7 @@ class Accelerator(accelerate.Accelerator):
     def __init__(
         self, *args: Any, optimize: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> None:
+        write_for(self, ACCELERATOR)
         given = _SIGNATURE.bind_partial(*args, **kwargs).arguments
         self._settings, state = start(_pins_of(given, optimize or {}))
         assert state.device is not None
@@ -89,9 +90,13 @@ class Accelerator(accelerate.Accelerator):
             if len(own) != 1 or hasattr(model, "graphaccel"):
                 raise _unpaired(model, "prepare()", len(own))
             vars(model)["_is_accelerate_prepared"] = True  # neither wrapped nor cast
-            with as_written(ACCELERATOR):
-                optimize(model, own[0], **self._settings)
+            optimize(model, own[0], **self._settings)
         return super().prepare(*objects, **kwargs)
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """As `accelerate.Accelerator.backward`, which runs in threads of its own on a GPU."""
+        with as_written(ACCELERATOR):
+            super().backward(loss, **kwargs)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False

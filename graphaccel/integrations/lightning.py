@@ -31,6 +31,7 @@ from graphaccel.checkpoint.save import save
 from graphaccel.errors import GraphMisuse
 from graphaccel.integrations.last_batch import check_last_batch
 from graphaccel.integrations.settings import started, with_precision
+from graphaccel.integrations.written import LIGHTNING, write_for
 
 _MIXED = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
 _SUFFIX = ".optimizer"
@@ -48,6 +49,7 @@ class PlannedStrategy(SingleDeviceStrategy):
     strategy_name = "graphaccel"
 
     def __init__(self, **settings: Any) -> None:
+        write_for(self, LIGHTNING)
         self._settings, device = started(settings)
         super().__init__(device=device)
         self._restored: Path | None = None
