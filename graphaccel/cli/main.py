@@ -42,6 +42,7 @@ from graphaccel.errors import (
 from graphaccel.garbage import importing
 from graphaccel.planner.plan.option_values import byte_count, positive
 from graphaccel.progress import print_styled
+from graphaccel.runtime.first_error import said_by_first
 
 INTERRUPTED = 130  # 128 + SIGINT
 CLOSED_PIPE = 141  # 128 + SIGPIPE
@@ -67,7 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except GraphAccelError as error:
         if os.environ.get("GRAPHACCEL_TRACEBACK") == "full":
             raise
-        print_styled(str(error), {f"error[{error.code}]": "bold red"}, sys.stderr)
+        if not said_by_first(str(error)):
+            print_styled(str(error), {f"error[{error.code}]": "bold red"}, sys.stderr)
         return _exit_code(error)
 
 

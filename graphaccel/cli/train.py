@@ -9,6 +9,7 @@ from typing import Any
 
 from graphaccel.cli.pin_options import add_pins, pins_of
 from graphaccel.planner.plan.option_values import positive
+from graphaccel.runtime.environment import join_job
 from graphaccel.training.batch import batch_pins
 from graphaccel.training.settings import add_settings, settings_of
 
@@ -39,6 +40,7 @@ def train_command(arguments: argparse.Namespace) -> int:
     """Train in this process, or start one for each device. Returns the exit code."""
     settings, pins = settings_of(arguments, arguments.config)
     pins |= pins_of(argparse.Namespace(**{**vars(arguments), "data": arguments.data_parallel}))
+    join_job(restarts=arguments.devices is not None)
     world = os.environ.get("WORLD_SIZE")
     devices = (arguments.devices or 1) if world is None else int(world)
     from graphaccel.planner.plan.read_pins import check_alone
@@ -48,7 +50,7 @@ def train_command(arguments: argparse.Namespace) -> int:
     batch_pins(settings, pins, devices)
     if devices > 1 and world is None:
         from graphaccel.runtime import launch
-        from graphaccel.training.rows import prepare
+        from graphaccel.training.run import prepare
 
         prepare(settings)
         return launch.run_script(devices, sys.orig_argv[1:], (), arguments.all_output)

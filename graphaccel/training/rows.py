@@ -45,17 +45,6 @@ def make_rows(settings: Settings, config: PretrainedConfig) -> Rows:
     return _of_tokens(settings, config, tokenizer)
 
 
-def prepare(settings: Settings) -> None:
-    """Read the model's configuration and the data once, and write the token files, before processes
-    start: each would find the same, and say it.
-
-    Raises BadData (GA417), BadTraining (GA418).
-    """
-    config = models.read_config(settings.model, settings.model_settings)
-    models.forward_of(model_task(settings), config)
-    make_rows(settings, config)
-
-
 def _of_tokens(
     settings: Settings, config: PretrainedConfig, tokenizer: PreTrainedTokenizerFast
 ) -> Rows:

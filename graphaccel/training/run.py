@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from transformers.configuration_utils import PretrainedConfig
 from transformers.integrations import is_tensorboard_available
 from transformers.trainer_utils import set_seed
 from transformers.training_args import TrainingArguments
@@ -20,10 +21,27 @@ from graphaccel.training.metrics import Metrics, MetricsBoard, MetricsFile
 from graphaccel.training.models import check_positions, forward_of, make_model, read_config
 from graphaccel.training.resume import Record, checkpoint_of
 from graphaccel.training.rows import Rows, make_rows
-from graphaccel.training.settings import Settings, model_task
+from graphaccel.training.settings import Settings, check_warmup, model_task
 from graphaccel.training.table import FirstRows
 
 _CLASSES = ("sequence-classification", "image-classification")
+
+
+def prepare(settings: Settings) -> None:
+    """Read the model's configuration, the data and what a run resumes from once, and write the
+    token files, before processes start: each would find the same, and say it.
+
+    Raises BadData (GA417), BadTraining (GA418).
+    """
+    config, rows = _read(settings)
+    checkpoint_of(settings, config, _updates(settings, _whole_batches(settings, rows)))
+    _callbacks(settings)
+
+
+def _read(settings: Settings) -> tuple[PretrainedConfig, Rows]:
+    config = read_config(settings.model, settings.model_settings)
+    forward_of(model_task(settings), config)  # a missing task is reported before data is read
+    return config, make_rows(settings, config)
 
 
 def train(settings: Settings, pins: Mapping[str, Any], devices: int) -> dict[str, float]:
@@ -35,9 +53,7 @@ def train(settings: Settings, pins: Mapping[str, Any], devices: int) -> dict[str
     Raises BadTraining (GA418), BadData (GA417), and what `graphaccel.optimize` raises.
     """
     set_seed(settings.seed)
-    config = read_config(settings.model, settings.model_settings)
-    forward_of(model_task(settings), config)  # a missing task is reported before data is read
-    rows = make_rows(settings, config)
+    config, rows = _read(settings)
     model = make_model(model_task(settings), settings.model, config)
     check_positions(model, settings.length)
     batch = settings.global_batch // settings.gradient_accumulation
@@ -125,11 +141,13 @@ def _whole_batches(settings: Settings, rows: Rows) -> int:
 
 
 def _updates(settings: Settings, rows: int) -> int:
-    """How many updates the run has."""
+    """How many updates the run has. Raises BadTraining (GA418) for a longer warm-up."""
     if settings.steps is not None:
         return settings.steps
     epochs = 1.0 if settings.epochs is None else settings.epochs
-    return max(1, round(epochs * (rows // settings.global_batch)))
+    updates = max(1, round(epochs * (rows // settings.global_batch)))
+    check_warmup(settings, updates)
+    return updates
 
 
 def _callbacks(settings: Settings) -> list[Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,13 +13,13 @@ from typing import Any
 from graphaccel.errors import BadTraining
 from graphaccel.planner.plan.option_values import positive
 from graphaccel.planner.plan.pins import NAMES as PIN_NAMES
+from graphaccel.training.places import check_places
 
 PAIRS = "next-sentence"
 """The kind of model for masked-lm with `next_sentence`."""
 TASKS = ("causal-lm", "masked-lm", "sequence-classification", "seq2seq", "image-classification")
 _BATCH = "batch: global = micro x data ranks x microbatches x accumulation"
 DECAYS = ("cosine", "linear", "constant")
-_ELSEWHERE = "--output trained"
 
 
 def _option(group: str, help: str, default: Any = None, **more: Any) -> Any:
@@ -37,7 +36,7 @@ def _rate(text: str) -> float:
     return number
 
 
-def _passes(text: str) -> float:
+def _above_zero(text: str) -> float:
     number = _rate(text)
     if number == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
@@ -161,10 +160,10 @@ class Settings:
         "schedule", "updates to train for", type=positive, metavar="N", also=("--train-iters",)
     )
     epochs: float | None = _option(
-        "schedule", "or passes over the data (1)", type=_passes, metavar="N"
+        "schedule", "or passes over the data (1)", type=_above_zero, metavar="N"
     )
     learning_rate: float = _option(
-        "schedule", "the largest (5e-4)", 5e-4, type=_rate, metavar="RATE", also=("--lr",)
+        "schedule", "the largest (5e-4)", 5e-4, type=_above_zero, metavar="RATE", also=("--lr",)
     )
     min_learning_rate: float = _option(
         "schedule", "cosine: the last (0)", 0.0, type=_rate, metavar="RATE", also=("--min-lr",)
@@ -252,7 +251,7 @@ def settings_of(
     settings = Settings(**said)
     _check(settings)
     _check_schedule(settings)
-    _check_places(settings)
+    check_places(settings.output, settings.metrics, tensorboard=settings.tensorboard)
     return settings, pins
 
 
@@ -390,12 +389,9 @@ def _check_schedule(settings: Settings) -> None:
             what="`min_learning_rate` is above `learning_rate`, from which the rate falls",
             help_line=f"--min-learning-rate {settings.learning_rate / 10:g}",
         )
-    if settings.steps is not None and (settings.warmup_steps or 0) > settings.steps:
-        raise BadTraining(
-            what=f"the rate rises over {settings.warmup_steps} updates, and the run has "
-            f"{settings.steps}",
-            help_line=f"--warmup-steps {max(1, settings.steps // 10)}",
-        )
+    if settings.steps is not None:
+        check_warmup(settings, settings.steps)
+    _check_adamw(settings)
     if settings.min_learning_rate and settings.decay != "cosine":
         raise BadTraining(
             what=f"`min_learning_rate` has no effect with decay {settings.decay}",
@@ -403,26 +399,27 @@ def _check_schedule(settings: Settings) -> None:
         )
 
 
-def _check_places(settings: Settings) -> None:
-    """Raises BadTraining (GA418) where what a run writes has no place."""
-    board = settings.output / "runs"
-    folders = [("output", settings.output), *([("tensorboard", board)] * settings.tensorboard)]
-    for name, folder in folders:
-        if (reason := _not_within(folder)) is not None:
-            raise BadTraining(what=f"`{name}` can not be written: {reason}", help_line=_ELSEWHERE)
-    file = settings.metrics
-    if file is not None:
-        reason = "it is a folder" if file.is_dir() else _not_within(file.parent)
-        if reason is None and file.exists() and not os.access(file, os.W_OK):
-            reason = "the file is not yours to write"
-        if reason is not None:
-            what = f"`metrics` `{file}` can not be written: {reason}"
-            raise BadTraining(what=what, help_line="--metrics metrics.jsonl")
+def check_warmup(settings: Settings, updates: int) -> None:
+    """Raises BadTraining (GA418) for a warm-up that is longer than the run."""
+    if (settings.warmup_steps or 0) > updates:
+        raise BadTraining(
+            what=f"the rate rises over {settings.warmup_steps} updates, and the run has {updates}",
+            help_line=f"--warmup-steps {max(1, updates // 10)}",
+        )
 
 
-def _not_within(folder: Path) -> str | None:
-    """Why a folder, which need not be there yet, can not be written into; None where it can."""
-    there = next(each for each in (folder, *folder.parents) if each.exists() or each == each.parent)
-    if not there.is_dir():
-        return f"`{there}` is no folder"
-    return None if os.access(there, os.W_OK) else f"`{there}` is not yours to write"
+def _check_adamw(settings: Settings) -> None:
+    """Raises BadTraining (GA418) for rates that leave nothing of the weights in an update."""
+    rate = settings.learning_rate
+    if rate > 1:
+        raise BadTraining(
+            what=f"`learning_rate` is {rate:g}",
+            why="AdamW changes every weight by about the rate in an update, whatever its gradient",
+            help_line="--learning-rate 5e-4",
+        )
+    if rate * settings.weight_decay >= 1:
+        raise BadTraining(
+            what=f"`weight_decay` is {settings.weight_decay:g} with a rate of {rate:g}",
+            why="AdamW takes the share rate x decay off every weight in an update, here all of it",
+            help_line="--weight-decay 0.01",
+        )

@@ -92,6 +92,14 @@ def test_a_file_may_be_toml(tmp_path: Path) -> None:
             [*LEAST, "--warmup-steps", "50", "--steps", "20"],
             "the rate rises over 50 updates, and the run has 20\n  help: --warmup-steps 2",
         ),
+        (
+            [*LEAST, "--lr", "1e300"],
+            "`learning_rate` is 1e+300\n  why:  AdamW changes every weight",
+        ),
+        (
+            [*LEAST, "--lr", "1e-3", "--weight-decay", "1e3"],
+            "`weight_decay` is 1000 with a rate of 0.001\n  why:  AdamW takes the share",
+        ),
     ],
 )
 def test_settings_that_can_not_be_followed(words: list[str], text: str) -> None:

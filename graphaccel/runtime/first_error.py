@@ -1,0 +1,36 @@
+"""Says an error that all ranks of a machine have once: its first rank does, where it has the same.
+
+What a rank can not do with the files it is given, or a plan that does not fit, is an error of each.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from graphaccel.runtime.launch import STOPPED_FILE
+
+_SECONDS, _PAUSE = 3.0, 0.05
+
+
+def said_by_first(text: str, environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether the first rank of this machine says this error, so that this one need not.
+
+    Waits some seconds for it: a rank that fails alone is not long in saying so. The launcher stops
+    the others when one ends, also while they wait here.
+    """
+    stopped = environment.get(STOPPED_FILE)
+    if stopped is None:
+        return False
+    file = Path(stopped).with_name("error")
+    if environment.get("LOCAL_RANK", "0") == "0":
+        part = file.with_suffix(".part")
+        part.write_text(text)
+        part.replace(file)
+        return False
+    end = time.monotonic() + _SECONDS
+    while not file.exists() and time.monotonic() < end:
+        time.sleep(_PAUSE)
+    return file.exists() and file.read_text() == text
