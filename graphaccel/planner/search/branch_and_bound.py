@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple
 from itertools import chain
 
@@ -95,7 +95,7 @@ def _run(work: Pass, large: bool) -> Iterator[tuple[int, float]]:
 def _plain(work: Pass) -> Iterator[tuple[int, float]]:
     """Candidates that shard nothing beyond the pins, by ascending bound."""
     least = work.least()
-    for bound, shape in _sorted(work, (s for s in work.own if plain(work.pins, s))):
+    for bound, shape in _sorted(work, [s for s in work.own if plain(work.pins, s)]):
         known = work.outcome.by_mesh.get(mesh_key(shape.on(work.base)))
         full = len(work.times) >= KEPT and bound > work.times[KEPT - 1]
         slow = bound > work.goal or (full and known is not None)
@@ -106,11 +106,12 @@ def _plain(work: Pass) -> Iterator[tuple[int, float]]:
         yield 1, least
 
 
-def _sorted(work: Pass, meshes: Iterable[Shape]) -> list[tuple[float, Shape]]:
-    """The meshes with every recompute choice, sorted by lower bound; the bound of a mesh applies to
-    all choices."""
-    results = [(work.bound(mesh), mesh._replace(recompute=choice))
-             for mesh in meshes for choice in work.choices]  # fmt: skip
+def _sorted(work: Pass, meshes: Sequence[Shape]) -> list[tuple[float, Shape]]:
+    """The meshes of one layout with every recompute choice, sorted by lower bound."""
+    results = []
+    for choice in work.choices if meshes else ():
+        bounds = work.bounds_with_memory(meshes[0].layout, choice).tolist()
+        results += [(bounds[work.place(mesh)], mesh._replace(recompute=choice)) for mesh in meshes]
     return sorted(results, key=lambda pair: (pair[0], pair[1].order))
 
 
@@ -147,11 +148,8 @@ def _others(work: Pass) -> Iterator[tuple[int, float]]:
                 left -= many[item]
                 yield many[item], bound
         else:
-            for mesh in work.others[item]:
-                tight = work.bound(mesh)
+            for tight, shape in _sorted(work, work.others[item]):
                 if work.prune and weighed(tight) > work.limit:
-                    continue  # it would be reached after the end of the search
-                for choice in work.choices:
-                    shape = mesh._replace(recompute=choice)
-                    heapq.heappush(heap, (tight, shape.order, shape))
+                    break  # the others would be reached after the end of the search
+                heapq.heappush(heap, (tight, shape.order, shape))
     tally.pruned += left

@@ -60,16 +60,19 @@ def needed(
 
     spare = _SPARE * cluster.tensor_budget
     tried = [rank.chosen for rank in ranks]
-    for _ in range(_ROUNDS):
+    most = [rank.all for rank in ranks]
+    for round_number in range(_ROUNDS):
         over = missing(tried)
         fits = all(more <= 0 for more in over)
+        if not fits and not round_number and any(more > 0 for more in missing(most)):
+            return together(most)
         changed = [rank.asks(more, spare) for rank, more in zip(ranks, over, strict=True)]
         if not any(changed):
             break
         tried = [rank.chosen for rank in ranks]
     results = [rank.best for rank in ranks]
     if (results != tried or not fits) and any(more > 0 for more in missing(results)):
-        results = [rank.all for rank in ranks]  # for blocks that span two ranks
+        results = most  # for blocks that span two ranks
     return together(results)
 
 

@@ -33,6 +33,7 @@ from graphaccel.planner.search.candidates import (
     recomputes,
     weighed,
 )
+from graphaccel.planner.search.memory_floor import seconds_with_memory
 from graphaccel.planner.search.reasons import mesh_key, seconds
 from graphaccel.planner.search.solve import Outcome, Problem, Shared, excess, in_orders
 
@@ -155,6 +156,21 @@ class Pass:
     def bound(self, mesh: Shape) -> float:
         """Seconds that a mesh can not beat, however much is recomputed."""
         return float(self.shape_bounds(mesh.layout).seconds[self.place(mesh)])
+
+    def bounds_with_memory(self, layout: Layout, recompute: str) -> np.ndarray:
+        """Seconds that the meshes of a layout can not beat with one of the recompute choices,
+        counting what memory forces them to recompute or to copy; infinity where none that is faster
+        than the best so far fits."""
+        plain_bounds = self.shape_bounds(layout).seconds
+        if self.limit == math.inf or not self.prune:
+            return plain_bounds
+        of = self.columns[layout]
+        least = seconds_with_memory(self.bounds, of, self.limit, recompute=recompute != "none")
+        ruled_out = plain_bounds[
+            (weighed(least) > self.limit) & (weighed(plain_bounds) <= self.limit)
+        ]
+        self.outcome.cramped = min(self.outcome.cramped, float(ruled_out.min(initial=math.inf)))
+        return least
 
     def of_layout(self, layout: Layout) -> float:
         """Seconds that no candidate of a layout that may fit can beat."""

@@ -180,15 +180,20 @@ def with_cuts_and_blocks(
     Raises: TooManyStages (GA203), BadPin (GA202) where the pinned stages of modules are not
     possible, or loss_chunk is pinned and no op processes rows in chunks.
     """
-    best: Plan | None = None
-    for tried in chunked(problem, plan):
+    first, *smaller = chunked(problem, plan)
+    best = _solved(problem, first, recompute, cuts)
+    all_sizes = recompute in ("some", "selective")
+    if not smaller or (not all_sizes and excess(best, problem.cluster) <= 0):
+        return best  # smaller chunks take longer
+    least = _solved(problem, smaller[-1], recompute, cuts)
+    if excess(least, problem.cluster) > 0:  # larger chunks take more memory
+        return min(best, least, key=lambda one: _order(problem.cluster, one))
+    for tried in smaller[:-1]:
         result = _solved(problem, tried, recompute, cuts)
-        if best is None or _order(problem.cluster, result) < _order(problem.cluster, best):
-            best = result
-        if excess(best, problem.cluster) <= 0 and recompute not in ("some", "selective"):
-            break  # smaller chunks take longer
-    assert best is not None
-    return best
+        best = min(best, result, key=lambda one: _order(problem.cluster, one))
+        if excess(best, problem.cluster) <= 0 and not all_sizes:
+            return best
+    return min(best, least, key=lambda one: _order(problem.cluster, one))
 
 
 def in_orders(
