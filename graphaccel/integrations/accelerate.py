@@ -21,6 +21,7 @@ from typing import Any
 
 import accelerate
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import PartialState
 from torch import nn
 
@@ -28,9 +29,10 @@ from graphaccel.api import full_state_dict, optimize
 from graphaccel.checkpoint.load import load
 from graphaccel.checkpoint.save import save
 from graphaccel.errors import GraphMisuse
-from graphaccel.integrations.one_process import counted, read_everywhere, start
+from graphaccel.integrations.one_process import MARK, counted, read_everywhere, start
 from graphaccel.integrations.settings import any_rank, wait_for_all, with_precision
 from graphaccel.integrations.written import ACCELERATOR, as_written, write_for
+from graphaccel.runtime.parameters.released import release
 
 _REPLACED = {  # argument of Accelerator → what to write instead
     "deepspeed_plugin": 'optimize={"zero": 3}',
@@ -87,9 +89,12 @@ class Accelerator(accelerate.Accelerator):
         optimizers = [x for x in objects if isinstance(x, torch.optim.Optimizer)]
         for model in models:
             own = [x for x in optimizers if _trains(x, model)]
+            new = own and not isinstance(own[0], AcceleratedOptimizer)
+            if new and hasattr(model, "graphaccel") and MARK in vars(model):
+                release(model)  # prepared before, with another optimizer
             if len(own) != 1 or hasattr(model, "graphaccel"):
                 raise _unpaired(model, "prepare()", len(own))
-            vars(model)["_is_accelerate_prepared"] = True  # neither wrapped nor cast
+            vars(model)[MARK] = True
             optimize(model, own[0], **self._settings)
         return super().prepare(*objects, **kwargs)
 
@@ -181,9 +186,9 @@ class Accelerator(accelerate.Accelerator):
 
     def _pairs(self) -> Iterator[tuple[nn.Module, torch.optim.Optimizer]]:
         optimizers = [x.optimizer for x in self._optimizers]
-        for model in self._models:
-            if hasattr(model, "graphaccel"):
-                yield model, next(x for x in optimizers if _trains(x, model))
+        for model in {id(model): model for model in self._models}.values():
+            if hasattr(model, "graphaccel"):  # prepared with the last of its optimizers
+                yield model, next(x for x in reversed(optimizers) if _trains(x, model))
 
     @contextmanager
     def _without_optimizers(self) -> Iterator[None]:

@@ -32,6 +32,7 @@ from graphaccel.errors import GraphMisuse
 from graphaccel.integrations.last_batch import check_last_batch
 from graphaccel.integrations.settings import started, with_precision
 from graphaccel.integrations.written import LIGHTNING, write_for
+from graphaccel.runtime.parameters.released import release
 
 _MIXED = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
 _SUFFIX = ".optimizer"
@@ -87,17 +88,15 @@ class PlannedStrategy(SingleDeviceStrategy):
 
     def setup(self, trainer: Any) -> None:
         """Let the module train under a plan, with the optimizer that it configures."""
+        fits = trainer.state.fn == TrainerFn.FITTING
+        if fits and hasattr(self._module, "graphaccel"):
+            release(self._module)  # of an earlier fit, which had another optimizer
+            self._begun = False
         self._settings = _precision_of(self._settings, self.precision_plugin)
         if "precision" in self._settings:
             self.precision_plugin = Precision()
         super().setup(trainer)
-        if trainer.state.fn == TrainerFn.FITTING:
-            if hasattr(self._module, "graphaccel"):
-                raise GraphMisuse(
-                    what="this module already runs under the plan of an earlier fit()",
-                    help_line="go on with a new one:  new.load_state_dict("
-                    "graphaccel.full_state_dict(module)); trainer.fit(new, ...)",
-                )
+        if fits:
             optimize(self._module, self._optimizer, **self._settings)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

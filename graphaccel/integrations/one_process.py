@@ -31,6 +31,9 @@ _LAUNCHED = {  # what `accelerate launch` sets → its option, and what to write
     "ACCELERATE_USE_PARALLELISM_CONFIG": ("--use_parallelism_config", 'optimize={"tensor": 2}'),
     "ACCELERATE_DYNAMO_BACKEND": ("--dynamo_backend", 'optimize={"compile": "inductor"}'),
 }
+MARK = "_is_accelerate_prepared"
+"""An attribute of a model, by which Accelerate neither wraps nor casts it: these loops set it for
+one that they let train under a plan."""
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 

@@ -24,10 +24,11 @@ from graphaccel.checkpoint.load import load
 from graphaccel.checkpoint.save import save
 from graphaccel.errors import GraphMisuse
 from graphaccel.integrations.last_batch import check_last_batch
-from graphaccel.integrations.one_process import counted, read_everywhere, start
+from graphaccel.integrations.one_process import MARK, counted, read_everywhere, start
 from graphaccel.integrations.settings import norm_everywhere, wait_for_all
 from graphaccel.integrations.training_arguments import pins_of
 from graphaccel.integrations.written import TRAINER, as_written
+from graphaccel.runtime.parameters.released import release
 
 _OVERRIDDEN = ("_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler", "_save_rng_state")
 _OPTIMIZER = "optimizer"
@@ -49,7 +50,7 @@ class PlannedSteps(_Trainer):
     ) -> None:
         _check_version()
         self._settings = dict(optimize or {})
-        self._begun = False
+        self._begun = self._planned = False
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -72,6 +73,9 @@ class PlannedSteps(_Trainer):
     def create_optimizer(self, *args: Any) -> torch.optim.Optimizer:
         """Create the optimizer, and let the model train with it under a plan."""
         planned = hasattr(self.model, "graphaccel")
+        if planned and not self._planned and MARK in vars(self.model):
+            release(self.model)  # of an earlier Trainer, which had another optimizer
+            planned = False
         if planned and self.optimizer is None:
             raise GraphMisuse(
                 what="the model was optimized before Trainer had made its optimizer",
@@ -80,8 +84,9 @@ class PlannedSteps(_Trainer):
             )
         optimizer = super().create_optimizer(*args)
         if not planned:
-            vars(self.model)["_is_accelerate_prepared"] = True  # neither wrapped nor cast
+            vars(self.model)[MARK] = True
             optimize(self.model, optimizer, **self._settings)
+            self._planned = True
         return optimizer
 
     def train(self, *args: Any, **kwargs: Any) -> Any:

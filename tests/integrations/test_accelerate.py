@@ -122,6 +122,37 @@ def test_a_state_loaded_in_mid_run(pool: Pool, tmp_path: Path) -> None:
         assert losses == pytest.approx(expected, abs=1e-6)
 
 
+def in_phases(accelerator: Any, folder: str) -> list[float]:
+    """Another optimizer for the same model in mid-run, whose state is saved and loaded."""
+    model, losses = gpt2(), list[float]()
+    for phase, kind in enumerate((torch.optim.SGD, torch.optim.AdamW)):
+        loader = torch.utils.data.DataLoader(Lines(32, seed=1), batch_size=8)
+        model, optimizer, loader = accelerator.prepare(
+            model, kind(model.parameters(), lr=1e-2), loader
+        )
+        for step, batch in enumerate(loader):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+            if phase and step == 1:
+                accelerator.save_state(folder)
+                accelerator.load_state(folder)
+    return losses
+
+
+@captures_of(GPT2)
+def _in_phases_under(plan: dict[str, Any], folder: str) -> list[float]:
+    return in_phases(Accelerator(optimize=plan), folder)
+
+
+def test_a_model_is_prepared_with_another_optimizer(pool: Pool, tmp_path: Path) -> None:
+    expected = in_phases(accelerate.Accelerator(), f"{tmp_path}/plain")
+    for losses in pool.run(2, _in_phases_under, PLANS["zero3"], f"{tmp_path}/planned"):
+        assert losses == pytest.approx(expected, abs=1e-6)
+
+
 @pytest.mark.parametrize(
     ("given", "instead"),
     [

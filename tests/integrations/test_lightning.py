@@ -246,33 +246,61 @@ def test_a_checkpoint_is_removed_with_its_optimizer_state(tmp_path: Path) -> Non
     assert not [*tmp_path.iterdir()]
 
 
-def _fit_once(module: Classifier, strategy: Any) -> list[float]:
-    losses, x = Losses(), torch.linspace(-1, 1, 16 * WIDTH).reshape(16, WIDTH).double()
+def _fits(strategies: list[Any]) -> tuple[list[float], list[float]]:
+    """Losses of a fit with the first layer frozen, then, after a validation, of one that trains
+    both; and what the validation and a further one found."""
+    torch.manual_seed(0)
+    module, seen, found = OwnGroups(within=True).double(), list[float](), list[float]()
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(16, WIDTH, generator=generator).double()
+    loader = DataLoader(TensorDataset(x, torch.arange(16) % CLASSES), 4)
+    for frozen, strategy in zip((True, False), strategies, strict=True):
+        module.first.requires_grad_(not frozen)
+        losses = Losses()
+        trainer = lightning.Trainer(
+            max_epochs=2, accelerator="cpu", devices=1, strategy=strategy, callbacks=[losses],
+            logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False, precision="64-true",
+        )  # fmt: skip
+        trainer.fit(module, loader)
+        found += [each["accuracy"] for each in trainer.validate(module, loader, verbose=False)]
+        seen += losses.seen
+    return seen, found
+
+
+def _fits_under(plans: list[dict[str, Any]]) -> tuple[list[float], list[float]]:
+    return _fits([PlannedStrategy(devices=2, **plan) for plan in plans])
+
+
+@pytest.mark.parametrize("names", [("zero3", "pipeline"), ("pipeline", "tensor")], ids="-".join)
+def test_a_module_is_fitted_twice(pool: Pool, names: tuple[str, str]) -> None:
+    losses, accuracies = _fits(["auto", "auto"])
+    assert losses[8] < losses[0]
+    for found in pool.run(2, _fits_under, [PLANS[name] for name in names]):
+        assert found[0] == pytest.approx(losses, abs=CLOSE)
+        assert found[1] == accuracies
+
+
+def _fits_again(plan: dict[str, Any]) -> list[float]:
+    """The same trainer, which goes on for an epoch."""
+    torch.manual_seed(0)
+    module, losses = OwnGroups(within=True).double(), Losses()
+    strategy = PlannedStrategy(devices=2, **plan) if plan else "auto"
+    x = torch.linspace(-1, 1, 16 * WIDTH).reshape(16, WIDTH).double()
+    loader = DataLoader(TensorDataset(x, torch.arange(16) % CLASSES), 4)
     trainer = lightning.Trainer(
         max_epochs=1, accelerator="cpu", devices=1, strategy=strategy, callbacks=[losses],
         logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False,
+        enable_model_summary=False, precision="64-true",
     )  # fmt: skip
-    trainer.fit(module, DataLoader(TensorDataset(x, torch.arange(16) % CLASSES), 4))
+    trainer.fit(module, loader)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, loader)
     return losses.seen
 
 
-def test_a_second_fit_says_how_to_go_on() -> None:
-    def made() -> Classifier:
-        torch.manual_seed(0)
-        return Classifier(within=True).double()
-
-    plain, module = made(), made()
-    expected = _fit_once(plain, "auto"), _fit_once(plain, "auto")
-    first = _fit_once(module, PlannedStrategy(devices=1))
-    with pytest.raises(GraphMisuse) as caught:
-        _fit_once(module, PlannedStrategy(devices=1))
-    assert "this module already runs under the plan of an earlier fit()" in str(caught.value)
-    line = str(caught.value).split("go on with a new one:  ")[1].split(";")[0]
-    new = made()
-    exec(line, {"new": new, "graphaccel": graphaccel, "module": module})
-    second = _fit_once(new, PlannedStrategy(devices=1))
-    assert (first, second) == (
-        pytest.approx(expected[0], rel=1e-10),
-        pytest.approx(expected[1], rel=1e-10),
-    )
+def test_a_trainer_fits_twice(pool: Pool) -> None:
+    losses = _fits_again({})
+    assert len(losses) == 8
+    for found in pool.run(2, _fits_again, PLANS["zero3"]):
+        assert found == pytest.approx(losses, abs=CLOSE)

@@ -176,3 +176,26 @@ def test_a_stage_that_trains_nothing(pool: Pool, tmp_path: Path) -> None:
     history, _ = run(transformers.Trainer, f"{tmp_path}/plain", model=last_layer())
     for found in pool.run(2, _last_layer, f"{tmp_path}/planned"):
         assert apart(history, found) < 1e-6
+
+
+def _in_phases(kind: type, folder: str, **more: Any) -> list[dict[str, Any]]:
+    """The last norm alone, then all layers, each with a Trainer of its own."""
+    model, history = last_layer(), list[dict[str, Any]]()
+    for phase in range(2):
+        history += run(kind, f"{folder}/{phase}", model=model, **more)[0]
+        model.requires_grad_(True)
+    return history
+
+
+@captures_of(GPT2)
+def _in_phases_under(plan: dict[str, Any], folder: str) -> list[dict[str, Any]]:
+    return _in_phases(Trainer, folder, optimize=plan)
+
+
+@pytest.mark.parametrize("name", ["zero3", "pipeline"])
+def test_a_model_has_a_trainer_for_each_phase(pool: Pool, name: str, tmp_path: Path) -> None:
+    history = _in_phases(transformers.Trainer, f"{tmp_path}/plain")
+    norms = [row["grad_norm"] for row in history if "grad_norm" in row]
+    assert norms[4] > 10 * norms[0]
+    for found in pool.run(2, _in_phases_under, PLANS[name], f"{tmp_path}/planned", timeout_s=300):
+        assert apart(history, found) < 1e-6
