@@ -6,6 +6,7 @@ holds a part, or nothing, has no memory of its values.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ class Readable:
     """
 
     requires_grad: bool
+    dim: Callable[[], int]
 
     def values(self) -> torch.Tensor:
         """The plain tensor that the user means."""
@@ -40,7 +42,9 @@ class Readable:
         return format(self.values(), spec) if spec else str(self)
 
     def __str__(self) -> str:
-        return str(self.values())
+        """A number is shown; of a tensor with dims what it is, since its text may be made on one
+        rank, which can not gather it."""
+        return repr(self) if self.dim() else str(self.values())
 
     def tolist(self) -> Any:
         """As `torch.Tensor.tolist`."""

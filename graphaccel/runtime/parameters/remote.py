@@ -80,6 +80,8 @@ class RemoteTensor(Readable, torch.Tensor):
     def __repr__(self, **_: Any) -> str:
         return f"RemoteTensor({list(self.shape)}, {self.dtype})"
 
+    __str__ = __repr__  # also of a number: texts are made of what is in a model
+
     def values(self) -> torch.Tensor:
         """Raises ElsewhereNeeded (GA408): they are not here."""
         raise _needed(aten._local_scalar_dense.default)

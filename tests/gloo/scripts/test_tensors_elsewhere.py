@@ -122,7 +122,7 @@ def _numbers(p: Parameters) -> Any:
 
 def _texts(p: Parameters) -> Any:
     with torch.no_grad():
-        return f"{p[0].norm():.9f} {p[0][0, 0]:.9f} {p[1].norm()} {p[1].detach()}", str(p[2][1])
+        return f"{p[0].norm():.9f} {p[0][0, 0]:.9f} {p[1].norm()}", f"{p[2][1, 2]:.9f}"
 
 
 def _arrays(p: Parameters) -> Any:
