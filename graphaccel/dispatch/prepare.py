@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-from torch import nn
-
 from graphaccel.arguments import FIRST_STEP
 from graphaccel.capture.batch import Batch
 from graphaccel.compiler.compiler import Planned
@@ -15,6 +12,7 @@ from graphaccel.compiler.registered import Registered
 from graphaccel.dispatch.comparisons import model_pair
 from graphaccel.dispatch.optimizers import state_keys
 from graphaccel.dispatch.run import Prepared, Run, dtypes_of
+from graphaccel.dispatch.shared_memory import check_shared_memory
 from graphaccel.dispatch.together import capture_together, check_same_plan, choose_together
 from graphaccel.dispatch.updates import register_updates, shards_later
 from graphaccel.errors import Unsupported
@@ -54,7 +52,7 @@ def prepare(
     check_same_plan(chosen.plan, run.settings.devices)
     check_indices(chosen.step, batch, first=True)
     check_positions(chosen.step, run.compiler.capture(batch)[1])
-    _check_shared_memory(run.model, chosen)
+    check_shared_memory(run.model, chosen)
     check_compiler(chosen.plan.compile, run.settings.device)
     recorder = recorder_for(run.settings.device) if chosen.plan.cuda_graphs else None
     keys = None if run.optimizer is None else state_keys(run.optimizer, chosen)
@@ -95,30 +93,6 @@ def _check_asked(run: Run, chosen: Planned) -> None:
                 "# then graphaccel.optimize(model, optimizer)",
                 other_help="or without a pipeline:  pipeline=1",
             )
-
-
-def _check_shared_memory(model: nn.Module, chosen: Planned) -> None:
-    """Raises Unsupported (GA208) for a buffer that is a view of a parameter which is sharded: it
-    would stay as it is now."""
-    held = {n: _addresses(b) for n, b in model.named_buffers() if b.numel() and not b.is_meta}
-    for name, parameter in model.named_parameters():
-        if name not in chosen.program.parameter_shards or parameter.is_meta:
-            continue
-        own = _addresses(parameter)
-        for buffer, its in held.items():
-            if own.start < its.stop and its.start < own.stop:
-                raise Unsupported(
-                    what=f"the buffer `{buffer}`, a view of the parameter `{name}`,",
-                    reason="the plan shards the parameter, whose updates a view would not see",
-                    help_line=f"read the parameter itself in forward:  self.{name}",
-                    other_help="or keep parameters whole:  zero=0, tensor=1",
-                )
-
-
-def _addresses(tensor: torch.Tensor) -> range:
-    """Where a dense tensor is in memory."""
-    start = tensor.data_ptr()
-    return range(start, start + tensor.numel() * tensor.element_size())
 
 
 def _expected(run: Run, batch: Batch, chosen: Planned, *, example: bool) -> Expected | str | None:

@@ -55,6 +55,7 @@ def _run(
     """Results, and the autograd leaves that get a gradient but are not the model's, with shapes."""
     model, loss_fn = subject.model, subject.loss_fn
     before = {n: (b, b.detach().clone()) for n, b in model.named_buffers()}
+    memory = {n: p.data_ptr() for n, p in model.named_parameters()}
     args, kwargs = batch.rebuild(batch.leaves)
     with (
         torch.enable_grad(),
@@ -76,7 +77,7 @@ def _run(
         heads = {-1: loss} if loss is not None else tensors
         heads = {i: x for i, x in heads.items() if x.requires_grad}
         seeds = None if loss is not None else [tangents(i, x) for i, x in heads.items()]
-        buffers = _changed(model, before, guard)
+        buffers = _changed(model, before, memory, guard)
         with _gradients(subject.model, batch, heads.values()) as collect:
             if heads:
                 torch.autograd.backward(list(heads.values()), seeds)
@@ -138,9 +139,13 @@ def _leaves(heads: Any) -> list[Tensor]:
 
 
 def _changed(
-    model: nn.Module, before: Mapping[str, tuple[Tensor, Tensor]], guard: WriteGuard
+    model: nn.Module,
+    before: Mapping[str, tuple[Tensor, Tensor]],
+    memory: Mapping[str, int],
+    guard: WriteGuard,
 ) -> dict[str, Tensor]:
-    """New values of buffers, and of parameters that the forward wrote, by name."""
+    """New values of buffers, and of parameters that the forward wrote or whose `.data` it replaced,
+    by name."""
     collected: dict[str, Tensor] = {}
     for name, buffer in model.named_buffers():
         if name not in before or buffer.shape != before[name][1].shape:
@@ -150,7 +155,7 @@ def _changed(
         elif not torch.equal(buffer, before[name][1]):
             collected[name] = buffer.detach().clone()
     parameters = dict(model.named_parameters())
-    for name in guard.written:
-        if name in parameters:
-            collected[name] = parameters[name].detach().clone()
+    replaced = (n for n, p in parameters.items() if p.data_ptr() != memory.get(n))
+    for name in {*guard.written, *replaced} & parameters.keys():
+        collected[name] = parameters[name].detach().clone()
     return collected

@@ -420,16 +420,13 @@ def _make_remote(parameter: nn.Parameter, mesh: Mesh, where: Elsewhere) -> None:
         RemoteTensor(parameter.detach(), where, mesh.device), requires_grad=parameter.requires_grad
     )
     remote.elsewhere = where
-    swap(parameter, remote)
+    swap(parameter, remote, lambda g: RemoteTensor(g, where, mesh.device))
 
 
 def _make_sharded(parameter: nn.Parameter, local: torch.Tensor, layout: ShardLayout) -> None:
     sharded = nn.Parameter(ShardTensor(local, layout), requires_grad=parameter.requires_grad)
     sharded.local, sharded.sharding = local, layout  # type: ignore[attr-defined]
-    if parameter.grad is not None:
-        gradient = layout.own(parameter.grad).clone().to(local.device)
-        sharded.grad = ShardTensor(gradient, layout)
-    swap(parameter, sharded)
+    swap(parameter, sharded, lambda g: ShardTensor(layout.own(g).clone().to(local.device), layout))
     reregister_hooks(parameter)
 
 

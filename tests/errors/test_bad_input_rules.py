@@ -84,6 +84,7 @@ class Ruled(nn.Module):
     def __init__(self, way: str) -> None:
         super().__init__()
         self.way, self.layer = way, nn.Linear(WIDTH, WIDTH)
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.layer(x)
@@ -129,11 +130,18 @@ class Ruled(nn.Module):
                 h = h * h
         if self.way == "set":
             h.data = x
+        if self.way == "shared":
+            self.frozen.weight.data = self.layer.weight.data
+        if self.way == "old":
+            old = self.frozen.weight.data
+            self.frozen.weight.data = old * 0.5
+            return h @ old
         if self.way == "written":
             h.data.mul_(2)
         return h
 
 
+SET = ("a write to `.data`", "gradients would not know of the new value")
 TEXTS = {
     "in place": ("the backward of `InPlace`", "its forward writes over its input (mark_dirty)"),
     "closed": (
@@ -196,7 +204,9 @@ TEXTS = {
         "a hook on saved tensors (saved_tensors_hooks)",
         "the plan decides what is saved of the forward, and what is computed again",
     ),
-    "set": ("a write to `.data`", "gradients would not know of the new value"),
+    "set": SET,
+    "shared": SET,  # from then on with the weight that is trained
+    "old": SET,  # which is read afterwards
 }
 
 

@@ -153,7 +153,7 @@ class _WithLoss(nn.Module):
         held = self.__dict__["_on_tensors"]
         for name, tensor in _tensors(self.model) if held else ():
             vars(tensor).update(held.get(name, {}))  # export puts others in their place
-        around = nullcontext() if self._watch is None else self._watch.around()
+        around = nullcontext() if self._watch is None else self._watch.around((args, kwargs))
         state = kwargs.pop(_NUMBERS, ())
         numbers = nullcontext() if self._numbers is None else self._numbers(state)
         with (

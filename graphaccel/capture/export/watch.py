@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 from unittest.mock import patch
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -32,6 +33,7 @@ from graphaccel.capture.export.python_function import (
 from graphaccel.capture.export.recorded import functions_behind, record, recording, tried_hook
 from graphaccel.capture.export.statistics import FORMS, cumulative_averages
 from graphaccel.capture.export.weights import Weights
+from graphaccel.compat.torch import pytree
 from graphaccel.compat.torch.autograd import (
     checkpoints_called,
     gradient_nodes_refused,
@@ -40,6 +42,7 @@ from graphaccel.compat.torch.autograd import (
 )
 from graphaccel.compat.torch.fakes import FakeTensor
 from graphaccel.compat.torch.modules import conversions_checked
+from graphaccel.compat.torch.tensors import storage_key
 from graphaccel.kernels.ops.ctc_loss import ctc_loss
 
 INSIDE = (f"{torch.__path__[0]}{os.sep}", f"{Path(__file__).parents[2]}{os.sep}")
@@ -84,20 +87,22 @@ class Watch:
         self._model, self._weights = model, weights
 
     @contextmanager
-    def around(self) -> Iterator[None]:
-        """A context for the forward. Raises Unregistered and RuleRefused."""
+    def around(self, given: Iterable[Any] = ()) -> Iterator[None]:
+        """A context for the forward of what is `given`. Raises Unregistered and RuleRefused."""
         self.calls.calls.clear()
         self.calls.marks.clear()
         self._gradients.clear()
         # Of nn.Module: a class may override parameters(), to list those that it trains.
-        own = {id(t) for t in (*nn.Module.parameters(self._model), *self._model.buffers())}
+        own = (*nn.Module.parameters(self._model), *self._model.buffers())
+        batch = _tensors(pytree.tree_leaves(given))
         averages = cumulative_averages()
         with ExitStack() as stack:
             stack.enter_context(conversions_checked(_converted))
             for context in (recording(), checkpoints_called(), _saved_as_they_are(), averages):
                 stack.enter_context(context)
             stack.enter_context(gradient_nodes_refused(_node_read))
-            stack.enter_context(_Functions(self._weights, own, self.calls, self._gradients))
+            functions = _Functions(self._weights, own, batch, self.calls, self._gradients)
+            stack.enter_context(functions)
             stack.enter_context(buffers_answer(self._model))
             yield
 
@@ -169,14 +174,24 @@ def _copied(func: Any, tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tens
 class _Functions(TorchFunctionMode):
     """Intercepts every torch function that the forward calls, with its tensors.
 
-    own: ids of the parameters and buffers that stand in for the model's during export. gradients:
-    gets the stacks of gradients that are taken: by `torch.autograd.grad`, by torch.func.
+    own: the parameters and buffers that stand in for the model's during export. given: tensors that
+    others hold as well. gradients: gets the stacks of gradients that are taken: by
+    `torch.autograd.grad`, by torch.func.
     """
 
-    def __init__(self, weights: Weights, own: set[int], calls: Calls, gradients: list[Any]) -> None:
+    def __init__(
+        self,
+        weights: Weights,
+        own: Sequence[torch.Tensor],
+        given: Iterable[torch.Tensor],
+        calls: Calls,
+        gradients: list[Any],
+    ) -> None:
         super().__init__()
-        self._weights, self._own, self._calls = weights, own, calls
+        self._weights, self._own, self._calls = weights, {id(t) for t in own}, calls
         self._gradients = gradients
+        self._memory = {storage_key(t) for t in (*own, *given)}
+        self._read: dict[int, WeakSet[torch.Tensor]] = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -214,15 +229,31 @@ class _Functions(TorchFunctionMode):
         return _copied(func, tensor, memo)
 
     def _read_data(self, func: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach()
+        result = tensor.detach()
+        if id(tensor) in self._own:
+            self._read.setdefault(id(tensor), WeakSet()).add(result)
+        return result
 
     def _write_data(self, func: Any, tensor: torch.Tensor, value: Any) -> None:
+        if self._is_update(tensor, value):
+            tensor.detach().copy_(value.detach())
+            return
         raise RuleRefused(
             "a write to `.data`",
             "gradients would not know of the new value",
             "leave that to the script, before each step:  "
             "with torch.no_grad(): model.layer.weight.copy_(value)",
         )
+
+    def _is_update(self, tensor: torch.Tensor, value: Any) -> bool:
+        """Whether `tensor.data = value` gives a frozen weight new values, and no more: the memory
+        of `value` is nobody else's, and nobody has the old one."""
+        if id(tensor) not in self._own or tensor.requires_grad or self._read.get(id(tensor)):
+            return False
+        if not isinstance(value, torch.Tensor):
+            return False
+        fits = (value.shape, value.dtype) == (tensor.shape, tensor.dtype)
+        return fits and storage_key(value) not in self._memory
 
     def _read_node(self, func: Any, tensor: torch.Tensor) -> Any:
         node = func(tensor)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -20,8 +22,17 @@ def forget_graphs(model: nn.Module) -> None:
                 vars(module)[name] = value.detach()
 
 
-def swap(parameter: nn.Parameter, other: nn.Parameter) -> None:
-    """Swap what two parameters hold. Raises GraphMisuse (GA407) where a graph holds the first."""
+def swap(
+    parameter: nn.Parameter,
+    other: nn.Parameter,
+    gradient_of: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    """Swap what two parameters hold, and give a gradient that is there already another content,
+    too: the script may hold that tensor as well.
+
+    Raises GraphMisuse (GA407) where a graph holds the parameter.
+    """
+    gradient = parameter.grad
     try:
         torch.utils.swap_tensors(parameter, other)
     except RuntimeError as error:
@@ -32,3 +43,7 @@ def swap(parameter: nn.Parameter, other: nn.Parameter) -> None:
             "from before the plan",
             help_line="let go of it before the first step, and keep its value:  loss = loss.item()",
         ) from error
+    if gradient is not None:
+        other.grad = None
+        torch.utils.swap_tensors(gradient, gradient_of(gradient))
+        parameter.grad = gradient

@@ -1,5 +1,5 @@
-"""What scripts attach to parameters, or assign to their `.data`, where a rank holds a shard or
-nothing of some: equal to plain PyTorch in float64."""
+"""What scripts attach to parameters, or assign to their `.data` and `.grad`, where a rank holds a
+shard or nothing of some: equal to plain PyTorch in float64."""
 
 from __future__ import annotations
 
@@ -54,6 +54,25 @@ def gradient_hooks(wrap: Wrap) -> Iterator[Tensor]:
     yield from weights(model)
 
 
+def gradients_made_before(wrap: Wrap) -> Iterator[Tensor]:
+    """Gradients that the script makes itself and holds in a list, which it scales and clears; those
+    of a backward from before `optimize` are among them."""
+    model = Net().double()
+    model(*_batch(9)).backward()
+    model, optimizer = wrap(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    model.c.bias.grad = torch.ones_like(model.c.bias)
+    held = [p.grad for p in model.parameters()]
+    for step in range(3):
+        loss = model(*_batch(step))
+        loss.backward()
+        torch._foreach_mul_(held, 0.5)
+        yield torch.nn.utils.get_total_norm(held)
+        optimizer.step()
+        torch._foreach_zero_(held)
+        yield loss
+    yield from weights(model)
+
+
 def optimizer_in_backward(wrap: Wrap) -> Iterator[Tensor]:
     """Each parameter is stepped by a hook as soon as its gradient is there."""
     model = Net().double()
@@ -92,7 +111,10 @@ def data_assigned(wrap: Wrap) -> Iterator[Tensor]:
     yield from weights(model)
 
 
-SCRIPTS = {f.__name__: f for f in (gradient_hooks, optimizer_in_backward, data_assigned)}
+SCRIPTS = {
+    f.__name__: f
+    for f in (gradient_hooks, gradients_made_before, optimizer_in_backward, data_assigned)
+}
 
 
 @captures_of("parameter hooks")
@@ -135,3 +157,27 @@ def test_one_vector_of_all_stages_is_refused(pool: Pool) -> None:
         assert said[-1] == (
             "error[GA408]: `cat` needs the values of a parameter that is on another pipeline rank"
         )
+
+
+def _parts_of_one_tensor(plan: str) -> str:
+    model = graphaccel.optimize(Net().double(), **PLANS[plan])
+    flat = torch.zeros(sum(p.numel() for p in model.parameters())).double()
+    for parameter, part in zip(
+        model.parameters(), flat.split([p.numel() for p in model.parameters()]), strict=True
+    ):
+        parameter.grad = part.view_as(parameter)
+    try:
+        model(*_batch(0))
+    except graphaccel.errors.GraphMisuse as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_gradients_that_are_parts_of_one_tensor_are_refused(pool: Pool, plan: str) -> None:
+    for said in pool.run(2, _parts_of_one_tensor, plan):
+        assert said.splitlines()[:2] == [
+            "error[GA407]: the gradient of `a.weight` is a view of a larger tensor, and the plan "
+            "moves it",
+            "  help: let the first step make it:  optimizer.zero_grad(set_to_none=True)",
+        ]

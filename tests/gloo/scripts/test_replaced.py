@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -70,25 +73,67 @@ def _reordered() -> str:
     return ""
 
 
-def _viewed() -> str:
-    """A buffer that is a view of a parameter."""
+def _viewed(what: str, pins: Mapping[str, Any]) -> str:
+    """A buffer or a parameter that is a view of a parameter."""
     model = _model()
-    model.shift = model.second.bias.data
+    if what == "buffer":
+        model.shift = model.second.bias.data
+    else:
+        model.second.weight = nn.Parameter(model.first.weight.detach().t())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     try:
         batch = torch.randn(8, 16)
-        graphaccel.optimize(model, optimizer, devices=2, zero=3, example_batch=batch)
+        graphaccel.optimize(model, optimizer, devices=2, example_batch=batch, **pins)
     except Unsupported as error:
         return str(error)
     return ""
 
 
-VIEWED = """\
+VIEWED = {
+    "buffer": """\
 error[GA208]: the buffer `shift`, a view of the parameter `second.bias`, is not supported
-  why:  the plan shards the parameter, whose updates a view would not see
+  why:  the plan moves the parameter, whose updates a view would not see
   help: read the parameter itself in forward:  self.second.bias
-  help: or keep parameters whole:  zero=0, tensor=1
-  explain: graphaccel explain GA208"""
+  help: or keep parameters whole on each device:  zero=0, tensor=1, pipeline=1
+  explain: graphaccel explain GA208""",
+    "parameter": """\
+error[GA208]: the parameter `second.weight`, a view of the parameter `first.weight`, is not supported
+  why:  the plan moves them, and an update of one would not be seen by the other
+  help: have one parameter, and read it in both places:  torch.nn.functional.linear(x, self.first.weight.t())
+  help: or keep parameters whole on each device:  zero=0, tensor=1, pipeline=1
+  explain: graphaccel explain GA208""",  # noqa: E501
+}
+MOVED: tuple[dict[str, Any], ...] = ({"zero": 3}, {"pipeline": 2})
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("what", VIEWED)
+def test_views_of_what_the_plan_moves_are_refused(pool: Pool, what: str) -> None:
+    for pins in MOVED:
+        assert pool.run(2, _viewed, what, pins) == [VIEWED[what]] * 2
+
+
+def _tied_by_memory(pins: Mapping[str, Any]) -> float:
+    """Largest difference to plain weights after three steps of a model whose second weight is a
+    view of its first."""
+    states = []
+    for planned in (False, True):
+        model = _model().double()
+        model.second.weight = nn.Parameter(model.first.weight.detach().t())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if planned:
+            graphaccel.optimize(model, optimizer, devices=2, **pins)
+        for step in range(3):
+            optimizer.zero_grad()
+            model(torch.linspace(-1, step, 8 * 16, dtype=torch.float64).view(8, 16)).backward()
+            optimizer.step()
+        states.append(graphaccel.full_state_dict(model))
+    return max(float((value - states[1][name]).abs().max()) for name, value in states[0].items())
+
+
+@pytest.mark.multiprocess
+def test_views_of_what_stays_are_trained_as_on_one_device(pool: Pool) -> None:
+    assert max(pool.run(2, _tied_by_memory, {"data": 2})) < 1e-12
 
 
 def test_shards_that_would_be_read_under_another_name(pool: Pool) -> None:
@@ -96,7 +141,6 @@ def test_shards_that_would_be_read_under_another_name(pool: Pool) -> None:
         assert text.splitlines()[0] == (
             "error[GA407]: `0.weight` was replaced, and this rank held only a part of it or none"
         )
-    assert pool.run(2, _viewed) == [VIEWED] * 2
 
 
 @pytest.mark.parametrize("way", WAYS)
