@@ -156,6 +156,6 @@ def _changed(
             collected[name] = buffer.detach().clone()
     parameters = dict(model.named_parameters())
     replaced = (n for n, p in parameters.items() if p.data_ptr() != memory.get(n))
-    for name in {*guard.written, *replaced} & parameters.keys():
+    for name in {*guard.changed(), *replaced} & parameters.keys():
         collected[name] = parameters[name].detach().clone()
     return collected

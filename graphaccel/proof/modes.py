@@ -195,10 +195,7 @@ def _wide(value: Any) -> Any:
 
 class WriteGuard(TorchDispatchMode):
     """Copies each watched tensor before the first op that writes to its memory, so that weights are
-    copied only where a forward changes them.
-
-    written: the keys of those written so far.
-    """
+    copied only where a forward changes them."""
 
     def __init__(self, watched: Mapping[Any, Tensor]) -> None:
         super().__init__()
@@ -212,9 +209,11 @@ class WriteGuard(TorchDispatchMode):
         for key, tensor in watched.items():
             self._keys.setdefault(_memory(tensor), []).append(key)
 
-    @property
-    def written(self) -> tuple[Any, ...]:
-        return tuple(self._copies)
+    def changed(self) -> tuple[Any, ...]:
+        """The keys of those that have another value now. torch's parametrizations, as they are
+        registered, write a parameter to itself."""
+        copies = self._copies.items()
+        return tuple(key for key, copy in copies if not torch.equal(self._watched[key], copy))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None

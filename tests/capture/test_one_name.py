@@ -92,3 +92,31 @@ def test_buffers_that_are_read_by_key() -> None:
     grads = [[p.grad for p in model.parameters()] for model in (ours, plain)]
     torch.testing.assert_close(*grads)
     assert ours[0].bank is ours[2].bank
+
+
+class Rows(nn.Module):
+    """Rows of a table that are trained, as peft's trainable tokens: two modules of each kind that
+    is shared, of which one has buffers and the other has none."""
+
+    def __init__(self, bank: Bank, rows: nn.ParameterDict) -> None:
+        super().__init__()
+        self.bank, self.rows = bank, rows
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = self.bank["default"].index_copy(0, torch.tensor([1]), self.rows["default"])
+        return x @ table
+
+
+def test_shared_modules_with_buffers_and_without() -> None:
+    torch.manual_seed(1)
+    bank, rows = Bank(), nn.ParameterDict({"default": torch.randn(1, WIDTH)})
+    plain = nn.Sequential(Rows(bank, rows), nn.Tanh(), Rows(bank, rows)).double()
+    ours = copy.deepcopy(plain)
+    x = torch.randn(6, WIDTH, dtype=torch.float64)
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+    ours, _ = graphaccel.optimize(ours, optimizer, devices=1, loss_fn=lambda y: y.square().sum())
+    plain(x).square().sum().backward()
+    ours(x).backward()
+    grads = [[p.grad for p in model.parameters()] for model in (ours, plain)]
+    torch.testing.assert_close(*grads)
+    assert ours[0].bank is ours[2].bank

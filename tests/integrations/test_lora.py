@@ -242,6 +242,41 @@ def test_one_rank_saves_prompts(pool: Pool, name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=CLOSE)
 
 
+METHODS = {
+    "tokens": {"target_modules": ["c_attn"], "trainable_token_indices": [1, 2]},
+    "parameters": {"target_modules": [], "target_parameters": ["mlp.c_fc.weight"]},
+}
+"""Rows of a tied embedding, and a weight that is parametrized for each forward."""
+
+
+def _by(name: str, **plan: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    model = get_peft_model(gpt2(), LoraConfig(r=2, task_type="CAUSAL_LM", **METHODS[name])).double()
+    for key, parameter in model.named_parameters():
+        if "lora_B" in key:
+            torch.nn.init.ones_(parameter)
+    optimizer = torch.optim.AdamW(trained(model), lr=0.05)
+    if plan:
+        graphaccel.optimize(model, optimizer, **plan)
+    losses = steps(model, optimizer)
+    return losses, graphaccel.full_state_dict(model) if plan else model.state_dict()
+
+
+@captures_of("methods")
+def _by_under(name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    return _by(name, devices=2, **PLANS["zero3"])
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_other_weights_than_modules(pool: Pool, name: str) -> None:
+    losses, weights = _by(name)
+    assert max(losses) - min(losses) > 1e-4
+    for found, state in (_by(name, devices=1), *pool.run(2, _by_under, name)):
+        assert found == pytest.approx(losses, abs=CLOSE)
+        assert state.keys() == weights.keys()
+        assert max(float((state[k] - weights[k]).abs().max()) for k in weights) < CLOSE
+
+
 def test_a_parameter_that_the_forward_makes_for_itself() -> None:
     """DoRA of a transposed layer reads `nn.Parameter(weight.T)`: gradients end there."""
     kept = []

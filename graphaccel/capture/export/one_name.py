@@ -42,7 +42,10 @@ def _stand_in(module: nn.Module) -> nn.Module:
         return getattr(module, name)
 
     def write(self: nn.Module, name: str, value: Any) -> None:
-        setattr(module, name, value)
+        if name == "__dict__":  # a proxy of torch.export's takes that of the stand-in
+            object.__setattr__(self, name, value)
+        else:
+            setattr(module, name, value)
 
     built = kind.__new__(type(kind.__name__, (kind,), {"__getattr__": read, "__setattr__": write}))
     built.__dict__.update(module.__dict__)

@@ -42,7 +42,7 @@ def _hold_whole(session: Session, model: nn.Module) -> None:
         if isinstance(parameter, _PARTS):
             built = nn.Parameter(whole.cpu(), requires_grad=parameter.requires_grad)
             vars(built).update(_attributes(parameter))
-            swap(parameter, built)
+            swap(parameter, built, lambda gradient: gradient)  # it has none
             reregister_hooks(parameter)
     for prefix, module in model.named_modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
