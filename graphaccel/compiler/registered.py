@@ -1,5 +1,5 @@
 """Refuses changes of which parameters and buffers a model has, after its step was captured: their
-shapes, which are tied."""
+shapes and dtypes, which are tied."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Registered:
     """The parameters of a model when its step was captured, and the buffers that the step reads.
 
     tied: name → an earlier name of the same parameter. trained: name → whether it requires a
-    gradient. shapes: of the parameters. buffers: name → dtype and shape.
+    gradient. forms: name → dtype and shape of a parameter. buffers: the same of a buffer.
     """
 
     tied: Mapping[str, str]
     trained: Mapping[str, bool]
-    shapes: Mapping[str, torch.Size]
+    forms: Mapping[str, tuple[torch.dtype, torch.Size]]
     buffers: Mapping[str, tuple[torch.dtype, torch.Size]]
 
     @staticmethod
@@ -36,7 +36,7 @@ class Registered:
         return Registered(
             tied_among(named.items()),
             {n: p.requires_grad for n, p in named.items()},
-            {n: p.shape for n, p in named.items()},
+            {n: (p.dtype, p.shape) for n, p in named.items()},
             {n: (b.dtype, b.shape) for n, b in held if n in buffers},
         )
 
@@ -66,12 +66,21 @@ class Registered:
         self._check_shapes(now)
 
     def _check_shapes(self, now: Registered) -> None:
-        for name, shape in self.shapes.items():
-            if now.shapes[name] != shape:
+        for name, (dtype, shape) in self.forms.items():
+            new_dtype, new_shape = now.forms[name]
+            if new_shape != shape:
                 raise GraphMisuse(
                     what=f"parameter `{name}` had the shape {list(shape)} when the step was "
-                    f"captured, and has {list(now.shapes[name])} now",
+                    f"captured, and has {list(new_shape)} now",
                     help_line=_BEFORE,
+                )
+            if new_dtype != dtype:
+                raise GraphMisuse(
+                    what=f"parameter `{name}` was {dtype} when the step was captured, and is "
+                    f"{new_dtype} now",
+                    help_line=f"convert the model back:  model.to({dtype})",
+                    other_help="or convert it before:  "
+                    f"graphaccel.optimize(model.to({new_dtype}), optimizer)",
                 )
         for name, (dtype, shape) in self.buffers.items():
             if now.buffers.get(name) != (dtype, shape):

@@ -42,6 +42,26 @@ class Masked(Router):
         return self.layer(x) + kept.sum()
 
 
+class Experts(Router):
+    """Rows go to experts by a loop over those; `weighs`: as the help of its error says."""
+
+    def __init__(self, *, weighs: bool = False) -> None:
+        super().__init__()
+        self.weighs = weighs
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.layer(x)[:, :3].softmax(-1).topk(2)
+        out = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            if self.weighs:
+                out = out + expert(x) * (weights * (chosen == i)).sum(-1, keepdim=True)
+            else:
+                rows, places = torch.where(chosen == i)
+                out[rows] += weights[rows, places, None] * expert(x[rows])
+        return out
+
+
 class Raises(Router):
     def forward(self, x: Tensor) -> Tensor:
         raise ValueError("  the rows\n are odd")
@@ -112,9 +132,27 @@ error[GA102]: cannot capture `Masked.forward`: this has no graph
 {number:>5} |         kept = x[x > 0]
       |         ^^^^^^^^^^^^^^^
   why:  the shape of its result depends on the values of a tensor; torch.where and masked sums keep the shape
-{EXPLAIN}
+  help: keep all rows, and weigh them:  loss = (losses * mask).sum() / mask.sum()
   explain: graphaccel explain GA102"""
     _check(Masked(), errors.CaptureRefused, text)
+
+
+def test_a_loop_over_experts_is_refused_with_its_line_and_one_that_works() -> None:
+    number = _line(Experts, 7)
+    text = f"""\
+error[GA102]: cannot capture `Experts.forward`: this has no graph
+  --> test_bad_input_capture.py:{number}
+{number:>5} |                 rows, places = torch.where(chosen == i)
+      |                 ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
+  why:  the shape of its result depends on the values of a tensor; torch.where and masked sums keep the shape
+  help: keep all rows, and weigh them:  out = out + expert(x) * (weights * (chosen == i)).sum(-1, keepdim=True)
+  explain: graphaccel explain GA102"""
+    _check(Experts(), errors.CaptureRefused, text)
+    loop, weighed = Classifier(Experts()), Classifier(Experts(weighs=True))
+    weighed.load_state_dict(loop.state_dict())
+    wanted = loop(*small_batch())
+    graphaccel.optimize(weighed, devices=1)
+    torch.testing.assert_close(weighed(*small_batch()), wanted)
 
 
 @pytest.mark.parametrize("early", [True, False])

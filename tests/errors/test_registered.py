@@ -60,6 +60,12 @@ CHANGES: dict[str, tuple[Callable[[nn.Module], None], str, str]] = {
         "parameter `inner.bias` had the shape [8] when the step was captured, and has [1] now",
         LAYERS,
     ),
+    "convert": (
+        nn.Module.double,
+        "parameter `inner.weight` was torch.float32 when the step was captured, and is torch.float64 now",
+        "convert the model back:  model.to(torch.float32)\n"
+        "  help: or convert it before:  graphaccel.optimize(model.to(torch.float64), optimizer)",
+    ),
     "add": (
         _add,
         "the model had no parameter `extra.weight` when the step was captured",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import os
 import re
@@ -42,6 +43,17 @@ _LOST = {
     False: "a gradient that is taken in the forward reads values that torch.export loses",
     True: "torch.export can not trace this transform of torch.func",
 }
+_OF_VALUES = (
+    "the shape of its result depends on the values of a tensor; torch.where and masked sums keep "
+    "the shape"
+)
+_WEIGHED: dict[str, str] = dict.fromkeys(
+    ("index", "masked_select"), "loss = (losses * mask).sum() / mask.sum()"
+) | dict.fromkeys(
+    ("where", "nonzero", "nonzero_numpy"),
+    "out = out + expert(x) * (weights * (chosen == i)).sum(-1, keepdim=True)",
+)
+"""Ops whose shapes depend on values → what keeps all rows instead."""
 _COND = f"_higher_order_ops{os.sep}cond.py"
 _OWN_GRAPHS = "`{}` runs graphs of its own, which no plan splits"
 _CHOOSE = "compute both, and choose:  x = torch.where(condition, a, b)"
@@ -240,13 +252,15 @@ def line_of(stack_trace: str) -> Location | None:
 def refuse_unplannable(graph: fx.Graph, model: nn.Module) -> None:
     """Raises CaptureRefused for values that pass export but cannot be planned."""
     for node in graph.nodes:
-        reason = _unplannable(node)
-        if reason is None:
+        reason, line = _unplannable(node)
+        if not reason:
             continue
         stack = list((node.meta.get("nn_module_stack") or {}).values())
         kind = str(stack[-1][1]).rsplit(".", 1)[-1] if len(stack) > 1 else type(model).__name__
         location = line_of(node.meta.get("stack_trace") or "")
-        raise CaptureRefused(module=f"{kind}.forward", location=location, reason=reason)
+        raise CaptureRefused(
+            module=f"{kind}.forward", location=location, reason=reason, help_line=line
+        )
 
 
 def refuse_higher_order(graph: fx.Graph, model: nn.Module) -> None:
@@ -269,18 +283,20 @@ def refuse_higher_order(graph: fx.Graph, model: nn.Module) -> None:
         )
 
 
-def _unplannable(node: fx.Node) -> str | None:
-    """Why the size of a value is not known in advance, or None."""
+def _unplannable(node: fx.Node) -> tuple[str, str]:
+    """Why the size of a value is not known in advance, and what to type instead; "" if it is."""
     value = node.meta.get("val")
-    if isinstance(value, torch.Tensor):
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    for value in values:
+        if not isinstance(value, torch.Tensor):
+            continue
         if not all(isinstance(size, int) or is_known(size) for size in value.shape):
-            return (  # `x[x > 0]`
-                "the shape of its result depends on the values of a tensor; "
-                "torch.where and masked sums keep the shape"
-            )
+            line = _WEIGHED.get(str(node.target).split(".")[1], "")
+            return _OF_VALUES, f"keep all rows, and weigh them:  {line}" if line else ""
         if value.layout != torch.strided:
-            return f"its result is sparse ({value.layout}); a dense tensor can be planned with"
-    return None
+            dense = f"its result is sparse ({value.layout}); a dense tensor can be planned with"
+            return dense, ""
+    return "", ""
 
 
 def refuse_lookups(graph: fx.GraphModule, model: nn.Module) -> None:
@@ -322,11 +338,15 @@ def refuse_writes(program: Any, batch: Batch, model: nn.Module) -> None:
     signature = program.graph_signature
     placeholders = [n.name for n in program.graph_module.graph.nodes if n.op == "placeholder"]
     first = len(placeholders) - len(batch.leaves)
-    for name in signature.user_inputs_to_mutate.values():
+    nodes = {node.name: node for node in program.graph_module.graph.nodes}
+    for written, name in signature.user_inputs_to_mutate.items():
         given = batch.names[placeholders.index(name) - first]
+        called = _parameter_of(model, given)
         raise CaptureRefused(
             module=f"{type(model).__name__}.forward",
-            reason=f"it writes to its input `{given}`; let it write to a copy: {given}.clone()",
+            location=line_of(nodes[written].meta.get("stack_trace") or ""),
+            reason=f"it writes to its input `{given}`, which the script could read",
+            help_line=f"let it write to a copy, in forward:  {called} = {called}.clone()",
         )
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for whole in signature.parameters_to_mutate.values():
@@ -339,3 +359,14 @@ def refuse_writes(program: Any, batch: Batch, model: nn.Module) -> None:
             reason=f"it writes to its parameter `{name}`; make it a buffer: "
             "register_buffer(name, tensor)",
         )
+
+
+def _parameter_of(model: nn.Module, given: str) -> str:
+    """How the model's forward calls an input: `args[0]` is its first parameter."""
+    place = re.match(r"args\[(\d+)\]", given)
+    if place is None:
+        return given
+    parameters = inspect.signature(model.forward).parameters.values()
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    number = int(place[1])
+    return names[number] + given[place.end() :] if number < len(names) else given

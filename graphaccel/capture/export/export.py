@@ -314,6 +314,7 @@ def _exported(
         watch.reading(),
     ):
         warnings.simplefilter("ignore")
+        program = None
         try:
             program = torch.export.export(wrapper, args, kwargs, strict=False)
             watch.refuse_lost(program)
@@ -323,6 +324,8 @@ def _exported(
             program = decomposed(program, answers)
             put_back(program.graph_module, watch.calls)
         except Exception as error:  # every failure of export is translated, with its cause
+            if program is not None:  # of a later pass, whose text names no line of the user's
+                refuse_unplannable(program.graph_module.graph, model)
             raise explained(watch.cause(error), model, weights) from error
     refuse_higher_order(program.graph_module.graph, model)
     refuse_unplannable(program.graph_module.graph, model)

@@ -25,10 +25,10 @@ def forget_graphs(model: nn.Module) -> None:
 def swap(
     parameter: nn.Parameter,
     other: nn.Parameter,
-    gradient_of: Callable[[torch.Tensor], torch.Tensor],
+    gradient_of: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> None:
-    """Swap what two parameters hold, and give a gradient that is there already another content,
-    too: the script may hold that tensor as well.
+    """Swap what two parameters hold. gradient_of: what a gradient that is there already holds then,
+    too; the script may have that tensor in a list.
 
     Raises GraphMisuse (GA407) where a graph holds the parameter.
     """
@@ -43,7 +43,7 @@ def swap(
             "from before the plan",
             help_line="let go of it before the first step, and keep its value:  loss = loss.item()",
         ) from error
-    if gradient is not None:
+    if gradient is not None and gradient_of is not None:
         other.grad = None
         torch.utils.swap_tensors(gradient, gradient_of(gradient))
         parameter.grad = gradient
