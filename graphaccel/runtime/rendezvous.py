@@ -79,17 +79,17 @@ def meeting_by_variables(environment: Mapping[str, str], seconds: float) -> Iter
 
 @contextmanager
 def torch_meets(
-    place: str, command: str, met: Callable[[], bool] = lambda: False
+    place: str, command: str, connected: Callable[[], bool] = lambda: False
 ) -> Iterator[None]:
     """Raise NoMeeting (GA419) for what torch raises where processes do not meet; say that it waits.
 
-    met: whether the processes have met, where the block goes on after that.
+    connected: whether the processes have met, where the block goes on after that.
     """
     from torch.distributed import DistError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
     def say() -> None:
-        if not met():
+        if not connected():
             line = f"at {place} for the other processes of the job"
             print(f"graphaccel: waiting    {line}", file=sys.stderr)
 

@@ -4,8 +4,9 @@ The most promising mesh of each recipe of practice (`planner.search.recipes`) is
 `planner.search.heuristic` estimates which are most promising. Candidates are solved until no lower
 bound is below the best time, no estimate is promising any more, or enough were solved: then
 the neighbours of the best (`planner.search.neighbours`), as long as one is better. `Outcome.open`
-records what none of the rest can beat. The graphs of layouts are built on the way,
-those with a tensor axis only first.
+records what none of the rest can beat; `Outcome.rest` solves those that may be faster than the best
+by more than the gap that a certificate may have, where these are few. The graphs of layouts are
+built on the way, those with a tensor axis only first.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ _BOUNDED = 4  # layouts whose graphs are built for their bounds alone, ...
 _PROVED = 0.9  # ... where these are below so much of the best time, ...
 _GAINED = 1.02  # ... and by so much below those of all layouts that are built
 _NEAR = 48  # candidates around the best that are solved at most
+_Choices = tuple[str | tuple[str, ...], ...]  # of what is recomputed
+_CLOSING, _AT_ONCE = 320, 32  # that are solved at most for the gap, and between two looks at it
 # Of 460 candidates of Llama-3-405B on 1,024 to 16,384 devices none took less than 0.94 of the
 # estimate on its layout's own graph; on the graph of another layout estimates were too short, by 0
 # to 37 %.
@@ -45,20 +48,16 @@ _LIKELY, _UNMADE = 1.07, 1.05
 _INSIDE = 1.07
 
 
-def best_first(work: Pass) -> Iterator[tuple[int, float]]:
-    """Solve the candidates; yields each time how many are done and the seconds that none of the
-    others can beat."""
-    yield from _BestFirst(work).run()
+class BestFirst:
+    """The search over the candidates of one pass.
 
-
-class _BestFirst:
-    """about: estimated seconds of each layout's shapes; guessed: of its best one. slower: by which
+    about: estimated seconds of each layout's shapes; guessed: of its best one. slower: by which
     factor estimates rose when the graph was built, by the axes of the layout. crowded: of each
     layout's shapes, whether they are far from fitting without recomputation. taken: numbers of the
     shapes that were handled. skipped: of those that were not solved; crowded_out: of those not
     solved without recomputation, because of the memory they would hold. built: the number of tensor
     axis sizes, plus the layouts built since. beyond: size of the tensor axis above which no layout
-    is built."""
+    is built. left: the number of candidates that are not solved."""
 
     def __init__(self, work: Pass) -> None:
         self.work = work
@@ -73,9 +72,11 @@ class _BestFirst:
         self.crowded_out: dict[Layout, list[int]] = {layout: [] for layout in self.groups}
         self.blocks = len(work.problem.profile.block_names)
         self.beyond = math.inf
-        self.solved = self.built = 0
+        self.solved = self.built = self.left = 0
 
     def run(self) -> Iterator[tuple[int, float]]:
+        """Solve the candidates; yields each time how many are done and the seconds that none of the
+        others can beat."""
         work = self.work
         self._push_all()
         least = work.least()
@@ -248,6 +249,75 @@ class _BestFirst:
         meshes = self.groups.pop(layout)
         self.work.outcome.tally.impossible += len(self.work.choices) * len(meshes)
 
+    def close(self, target: float) -> None:
+        """Solve the candidates that may take at most `target` seconds, those with the least bounds
+        first, and build layouts for them, unless these are too many; record anew what is left."""
+        work = self.work
+        work.outcome.tally.pruned -= self.left
+        while True:
+            near = sorted(each for layout in self.groups for each in self._under(layout, target))
+            if not 0 < len(near) <= _CLOSING:
+                break
+            first = near[0][2].layout
+            if not work.bounds.built(first):
+                if not self._can_build(first) and first in self.groups:
+                    break
+                continue
+            for _, _, mesh, choices in near[:_AT_ONCE]:
+                if work.bounds.built(mesh.layout):
+                    self._solve_left(mesh, choices)
+        self._leave()
+
+    def _under(
+        self, layout: Layout, target: float
+    ) -> Iterator[tuple[float, tuple[object, ...], Shape, _Choices]]:
+        """Of a layout's meshes that were not solved with each recompute choice, those that may take
+        at most `target` seconds: (bound, order, mesh, choices)."""
+        work, crowded = self.work, self.crowded_out[layout]
+        free = np.delete(np.arange(len(self.groups[layout])), self.taken[layout])
+        places = np.array([*free.tolist(), *self.skipped[layout], *crowded], dtype=np.int64)
+        bounds, big = (column[places] for column in work.shape_bounds(layout))
+        places = places[(bounds <= target) & ~big]
+        least, whole = (
+            seconds_with_memory(
+                work.bounds, work.columns[layout].of(places), target, recompute=some
+            )
+            for some in (True, False)
+        )
+        recomputed = tuple(choice for choice in work.choices if choice != "none")
+        for place, bound, without in zip(
+            *map(np.ndarray.tolist, (places, least, whole)), strict=True
+        ):
+            mesh = self.groups[layout][place]
+            if place in crowded:
+                bound, left = without, ("none",)
+            else:
+                left = work.choices if without <= target else recomputed
+            if bound <= target and left:
+                yield bound, mesh.order, mesh, left
+
+    def _solve_left(self, mesh: Shape, choices: _Choices) -> None:
+        """Solve a mesh that was not solved with these recompute choices."""
+        work, layout, place = self.work, mesh.layout, self.work.place(mesh)
+        if place in self.skipped[layout]:
+            self.skipped[layout].remove(place)
+            work.outcome.tally.pruned -= len(work.choices)
+        elif place in self.crowded_out[layout]:
+            self.crowded_out[layout].remove(place)
+            work.outcome.tally.pruned -= 1
+        else:
+            self.taken[layout].append(place)
+        if "none" in work.choices and "none" not in choices:
+            self.crowded_out[layout].append(place)
+            work.outcome.tally.pruned += 1
+            work.missed(mesh)
+        for choice in choices:
+            if work.known(mesh):
+                work.outcome.tally.pruned += 1
+            else:
+                work.solve(work.bound(mesh), mesh._replace(recompute=choice))
+                self.solved += 1
+
     def _solve(self, mesh: Shape) -> None:
         """Solve a mesh with each recompute choice."""
         work, bound, place = self.work, self.work.bound(mesh), self.work.place(mesh)
@@ -287,9 +357,10 @@ class _BestFirst:
             else:
                 del rows[first]
                 self._impossible(first)
-        for layout in rows:
-            free = len(self.groups[layout]) - len(self.taken[layout])
-            work.outcome.tally.pruned += len(work.choices) * free
+        free = (len(self.groups[layout]) - len(self.taken[layout]) for layout in rows)
+        self.left = len(work.choices) * sum(free)
+        work.outcome.tally.pruned += self.left
+        work.outcome.open = None
         every = [one for own in rows.values() for one in own]
         if many := sum(one.choices * len(one.least) for one in every):
             work.outcome.open = many, least_open(work.bounds, every, work.limit)

@@ -9,10 +9,11 @@ import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple
+from functools import partial
 from itertools import chain
 
 from graphaccel.planner.plan.pins import Pins
-from graphaccel.planner.search.best_first import best_first
+from graphaccel.planner.search.best_first import BestFirst
 from graphaccel.planner.search.candidates import Layout, Shape, plain, weighed
 from graphaccel.planner.search.exhaustive import solve_whole
 from graphaccel.planner.search.impossible import indivisible, no_shape
@@ -58,7 +59,8 @@ def solve_all(
     large = prune and outcome.tally.candidates > MANY
     if record is not None:
         record.started(outcome, 0.0 if large else work.least())
-    for done, bound in _run(work, large):
+    first = BestFirst(work) if large else None
+    for done, bound in _run(work, first):
         if record is not None:
             record.tick(bound, done)
     if not outcome.fitting and outcome.closest is None and outcome.refused is not None:
@@ -69,19 +71,33 @@ def solve_all(
         if not _SPLITS.intersection(pins.names) and batch % problem.cluster.count:
             raise indivisible(problem.cluster.count, batch, outcome.too_many.possible)
         raise outcome.too_many
-    outcome.fitting = [plan for plan in outcome.fitting if seconds(plan) <= goal]
-    outcome.fitting.sort(key=lambda plan: rank(plan, pins))
-    work.simulate_best()
+    _rank(work)
+    if first is not None:
+        outcome.rest = partial(_close, first)
     if prune and outcome.tally.candidates <= MANY and outcome.open is None:
         solve_whole(problem, pins, work.bounds, work.meshes, outcome, goal)
     return outcome
 
 
-def _run(work: Pass, large: bool) -> Iterator[tuple[int, float]]:
+def _close(first: BestFirst, target: float) -> None:
+    """Solve what is open below `target` seconds."""
+    first.close(target)
+    _rank(first.work)
+
+
+def _rank(work: Pass) -> None:
+    """Sort the plans that fit and reach the goal, the best ones by simulation."""
+    outcome = work.outcome
+    outcome.fitting = [plan for plan in outcome.fitting if seconds(plan) <= work.goal]
+    outcome.fitting.sort(key=lambda plan: rank(plan, work.pins))
+    work.simulate_best()
+
+
+def _run(work: Pass, first: BestFirst | None) -> Iterator[tuple[int, float]]:
     """Solve the candidates; yields how many are done and the seconds that none of the others can
     beat."""
     done, tally = 0, work.outcome.tally
-    for many, bound in best_first(work) if large else chain(_plain(work), _others(work)):
+    for many, bound in first.run() if first else chain(_plain(work), _others(work)):
         done += many
         yield done, bound
     if not work.outcome.fitting and work.goal == math.inf:  # which of them misses least

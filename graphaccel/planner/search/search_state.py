@@ -157,7 +157,7 @@ class Pass:
         """Seconds that a mesh can not beat, however much is recomputed."""
         return float(self.shape_bounds(mesh.layout).seconds[self.place(mesh)])
 
-    def bounds_with_memory(self, layout: Layout, recompute: str) -> np.ndarray:
+    def bounds_with_memory(self, layout: Layout, recompute: str | tuple[str, ...]) -> np.ndarray:
         """Seconds that the meshes of a layout can not beat with one of the recompute choices,
         counting what memory forces them to recompute or to copy; infinity where none that is faster
         than the best so far fits."""

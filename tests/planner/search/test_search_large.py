@@ -11,8 +11,10 @@ from graphaccel.planner.cluster.cluster import Cluster, Link
 from graphaccel.planner.plan.limits import Limits
 from graphaccel.planner.plan.pins import Pins
 from graphaccel.planner.profile.layout_profiles import Layouts
+from graphaccel.planner.search import best_first
 from graphaccel.planner.search import branch_and_bound as solving
 from graphaccel.planner.search.branch_and_bound import solve_all
+from graphaccel.planner.search.reasons import seconds
 from graphaccel.planner.search.solve import Problem
 
 MadeUp = Callable[..., Cluster]
@@ -53,3 +55,32 @@ def test_larger_tensor_axes_are_left_where_a_small_one_sends_too_much(
 
     assert solved(4000) == ({1, 2}, {1, 2})
     assert solved(400) == ({4}, {4})
+
+
+def test_what_is_left_open_is_solved_up_to_the_gap(
+    profiles: Layouts, made_up: MadeUp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What may take less than the seconds asked for is solved, and only that; nothing is counted
+    twice, and what is still open is not below them."""
+    problem = Problem(profiles, made_up(8, 700), 8, Limits())
+    whole = solve_all(problem, Pins(), 8)
+    best = seconds(whole.fitting[0])
+    monkeypatch.setattr(solving, "MANY", 0)
+    for name in ("_FEW", "_SOLVED", "_NEAR"):
+        monkeypatch.setattr(best_first, name, 1)
+    found = solve_all(problem, Pins(), 8)
+    assert found.open is not None
+    first, before = seconds(found.fitting[0]), found.tally.solved
+    assert found.open[1] < 0.98 * first
+    assert found.rest is not None
+    found.rest(0.98 * first)
+    assert found.tally.solved > before
+    assert found.tally.solved + found.tally.pruned + found.tally.impossible == (
+        found.tally.candidates
+    )
+    assert found.open is None or found.open[1] >= 0.978 * first  # found to 0.2 %
+    assert best <= seconds(found.fitting[0]) <= best / 0.978
+    monkeypatch.setattr(best_first, "_CLOSING", 0)
+    solved = found.tally.solved
+    found.rest(first)  # too many for that
+    assert found.tally.solved == solved
