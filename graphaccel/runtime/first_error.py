@@ -21,11 +21,11 @@ def said_by_first(text: str, environment: Mapping[str, str] = os.environ) -> boo
     Waits some seconds for it: a rank that fails alone is not long in saying so. The launcher stops
     the others when one ends, also while they wait here.
     """
-    stopped = environment.get(STOPPED_FILE)
-    if stopped is None:
+    stopped, rank = environment.get(STOPPED_FILE), environment.get("LOCAL_RANK")
+    if stopped is None or rank is None or not Path(stopped).parent.is_dir():  # no rank, or alone
         return False
     file = Path(stopped).with_name("error")
-    if environment.get("LOCAL_RANK", "0") == "0":
+    if rank == "0":
         part = file.with_suffix(".part")
         part.write_text(text)
         part.replace(file)
