@@ -47,12 +47,15 @@ _OF_VALUES = (
     "the shape of its result depends on the values of a tensor; torch.where and masked sums keep "
     "the shape"
 )
-_WEIGHED: dict[str, str] = dict.fromkeys(
-    ("index", "masked_select"), "loss = (losses * mask).sum() / mask.sum()"
-) | dict.fromkeys(
-    ("where", "nonzero", "nonzero_numpy"),
-    "out = out + expert(x) * (weights * (chosen == i)).sum(-1, keepdim=True)",
-)
+_LOSSES = "loss = (losses * mask).sum() / mask.sum()"
+_EXPERTS = "out = out + expert(x) * (weights * (chosen == i)).sum(-1, keepdim=True)"
+_WEIGHED = {
+    "index": _LOSSES,
+    "masked_select": _LOSSES,
+    "where": _EXPERTS,
+    "nonzero": _EXPERTS,
+    "nonzero_numpy": _EXPERTS,
+}
 """Ops whose shapes depend on values → what keeps all rows instead."""
 _COND = f"_higher_order_ops{os.sep}cond.py"
 _OWN_GRAPHS = "`{}` runs graphs of its own, which no plan splits"
