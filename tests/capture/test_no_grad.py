@@ -60,7 +60,29 @@ class Averaged(nn.Module):
         return F.mse_loss(hidden - self.mean, y)
 
 
-@pytest.mark.parametrize("kind", [Taught, Averaged])
+class Codes(nn.Module):
+    """Buffers that get activations through `.data`, and are read afterwards: eager mode gives them
+    no gradient. Codes of a VQ-VAE, whose first batch sets them, are written so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("center", torch.ones(WIDTH))
+        self.register_buffer("table", torch.ones(2, WIDTH))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.first(x).tanh()
+        mean = hidden.mean(0)
+        self.center.data.mul_(0.9).add_(mean, alpha=0.1)
+        before = hidden - self.center
+        self.center.data.mul_(0.5).add_(mean * mean)
+        self.table.data[0].copy_(mean)
+        self.table.detach()[1] = 2 * mean
+        output = self.second(before - self.center) * self.table.sum(0)
+        return F.mse_loss(output, y)
+
+
+@pytest.mark.parametrize("kind", [Taught, Averaged, Codes])
 def test_gradients_are_those_of_eager_mode(kind: type[nn.Module]) -> None:
     torch.manual_seed(2)
     plain = kind().double()
@@ -197,6 +219,35 @@ def test_a_write_that_the_gradient_would_not_know_of_is_refused(
         f"  help: {line}",
         "  explain: graphaccel explain GA102",
     ]
+
+
+class Scaled(nn.Module):
+    """A weight that the first batch sets, as in Glow's ActNorm. Inputs [B, WIDTH]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.register_buffer("initialized", torch.tensor(0, dtype=torch.uint8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.initialized.item() == 0:
+            with torch.no_grad():
+                self.scale.data.copy_(1 / x.std(0))
+            self.initialized.fill_(1)
+        return (x * self.scale).square().mean()
+
+
+def test_a_weight_that_the_first_batch_sets_is_set_before() -> None:
+    batch, model = torch.randn(4, WIDTH, dtype=torch.float64), Scaled().double()
+    with pytest.raises(CaptureRefused) as caught:
+        graphaccel.optimize(copy.deepcopy(model), devices=1, example_batch=(batch,))
+    assert caught.value.help_line == (
+        "if the first forward alone does it, run that before:  model(batch)  "
+        "# then graphaccel.optimize(model, optimizer)"
+    )
+    wanted = model(batch)
+    graphaccel.optimize(model, devices=1)
+    torch.testing.assert_close(model(batch), wanted)
 
 
 def test_what_the_help_says_is_what_was_meant() -> None:

@@ -80,3 +80,9 @@ def buffers_answer(model: nn.Module) -> Answers:
     return (
         Answers(model, {}, set()) if values is None else Answers(model, values.values, values.asked)
     )
+
+
+def asked_now() -> frozenset[str]:
+    """The names of the buffers that forwards have asked for in this context."""
+    values = _VALUES.get()
+    return frozenset(() if values is None else values.asked)

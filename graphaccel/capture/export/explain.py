@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from graphaccel.capture.batch import Batch
 from graphaccel.capture.export.assigned import AssignedWithGradient
+from graphaccel.capture.export.buffer_values import asked_now
 from graphaccel.capture.export.no_grad import WrittenWithoutGrad
 from graphaccel.capture.export.outputs import UnseenOutput
 from graphaccel.capture.export.python_function import RuleRefused
@@ -46,6 +47,10 @@ _LOST = {
 _OF_VALUES = (
     "the shape of its result depends on the values of a tensor; torch.where and masked sums keep "
     "the shape"
+)
+_FIRST = (
+    "if the first forward alone does it, run that before:  model(batch)  "
+    "# then graphaccel.optimize(model, optimizer)"
 )
 _LOSSES = "loss = (losses * mask).sum() / mask.sum()"
 _EXPERTS = "out = out + expert(x) * (weights * (chosen == i)).sum(-1, keepdim=True)"
@@ -170,7 +175,8 @@ def _without_graph(error: Exception, where: str, location: Location | None) -> C
     frames = traceback.extract_tb(error.__traceback__)
     inside = next((i for i, f in enumerate(frames) if f.filename.endswith(TRANSFORMS)), 0)
     if isinstance(error, WrittenWithoutGrad):
-        line = error.help_line
+        once = error.parameter and asked_now()  # as an initialisation from the first batch
+        line = _FIRST if once else error.help_line
     elif isinstance(error, AssignedWithGradient):
         location = None
         reason = f"it replaces its buffer `{error.name}` by a value that requires a gradient"

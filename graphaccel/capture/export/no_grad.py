@@ -40,6 +40,7 @@ class WrittenWithoutGrad(Exception):
 
     def __init__(self, node: fx.Node, parameter: str) -> None:
         self.stack_trace = node.meta.get("stack_trace") or ""
+        self.parameter = parameter
         name = str(node.target).split(".")[1]
         what, self.help_line = "a value that has a gradient", _COPY
         if parameter:
@@ -73,7 +74,9 @@ def detach_regions(graph: fx.GraphModule, parameters: Mapping[str, str]) -> None
 def _walk(graph: fx.GraphModule, tracked: set[fx.Node], named: Mapping[fx.Node, str]) -> None:
     """tracked: nodes with a gradient, initially placeholders; grows to all nodes. named: parameters
     by placeholder."""
+    seen: set[fx.Node] = set()
     for node in graph.graph.nodes:
+        seen.add(node)
         if node.op != "call_function":
             continue
         region = grad_region(node)
@@ -95,7 +98,7 @@ def _walk(graph: fx.GraphModule, tracked: set[fx.Node], named: Mapping[fx.Node, 
             inner.forward = fx.Interpreter(inner).run  # what traces it then sees its nodes' lines
             continue
         for written in written_arguments(node):
-            if _detached(written) and _root(written) in tracked:
+            if any(value in tracked for value in _behind_detach(written)):
                 raise WrittenWithoutGrad(node, named.get(_root(written), ""))
         if node.target is aten.detach.default or not any(
             source in tracked for source in node.all_input_nodes
@@ -103,7 +106,27 @@ def _walk(graph: fx.GraphModule, tracked: set[fx.Node], named: Mapping[fx.Node, 
             continue
         tracked.add(node)
         for written in written_arguments(node):
-            tracked.add(_root(written))
+            behind = _behind_detach(written)
+            if behind:
+                tracked.add(next(n for n in _looks_at(written) if n.target is aten.detach.default))
+                _cut_reads(graph, behind[-1], node, seen)
+            else:
+                tracked.add(_root(written))
+
+
+def _cut_reads(graph: fx.GraphModule, base: fx.Node, write: fx.Node, seen: set[fx.Node]) -> None:
+    """Read the base of a detached view without a gradient after a write through the view, which
+    has one: eager mode gives it to the view alone."""
+    users = [u for u in base.users if u not in seen]
+    if users:
+        with graph.graph.inserting_after(write):
+            apart = graph.graph.call_function(aten.detach.default, (base,))
+        apart.meta = {
+            k: write.meta[k] for k in ("nn_module_stack", "stack_trace") if k in write.meta
+        }
+        apart.meta["val"] = base.meta["val"].detach()
+        for user in users:
+            user.replace_input_with(base, apart)
 
 
 def _remove_identities(inner: fx.GraphModule, call: fx.Node, inputs: tuple[fx.Node, ...]) -> None:
@@ -167,9 +190,11 @@ def _root(node: fx.Node) -> fx.Node:
     return last
 
 
-def _detached(node: fx.Node) -> bool:
-    """Whether a value is a view of its base through `detach`."""
-    return any(n.target is aten.detach.default for n in _looks_at(node))
+def _behind_detach(node: fx.Node) -> list[fx.Node]:
+    """The values that a value is a view of through `detach`, its base last; none without one."""
+    values = list(_looks_at(node))
+    first = next((i for i, n in enumerate(values) if n.target is aten.detach.default), len(values))
+    return values[first + 1 :]
 
 
 def _looks_at(node: fx.Node) -> Iterator[fx.Node]:
