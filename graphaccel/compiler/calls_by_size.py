@@ -15,9 +15,10 @@ import sympy
 import torch
 
 from graphaccel.capture.batch import Batch
+from graphaccel.capture.points import points
 from graphaccel.capture.state.observe import Calls
 from graphaccel.capture.stepgraph import StepGraph
-from graphaccel.capture.symbols import evaluate, fit, is_fitted
+from graphaccel.capture.symbols import SEQUENCES, evaluate, fit, is_fitted
 from graphaccel.ir.replication.unfold import input_nodes
 
 _Sizes = Mapping[sympy.Symbol, int]
@@ -62,24 +63,26 @@ class CallsBySize:
         base = self._at(step, batch, step.sizes, numbers)
         if base is None or base.names != now.names:
             return base is None
-        points: list[tuple[sympy.Symbol, int]] = []
+        own = _points(step, batch)
+        known: list[tuple[sympy.Symbol, int]] = []
         others: list[Calls] = []
         for symbol, size in step.sizes.items():
             if sizes[symbol] == size:
                 continue
-            for other in _others(size, sizes[symbol]):
+            # Through the capture's own sizes first: the step's expressions pass through those.
+            for other in (*own.get(symbol, ()), *_others(size, sizes[symbol])):
                 calls = self._at(step, batch, {**step.sizes, symbol: other}, numbers)
                 if calls is not None and calls.names == now.names:
-                    points.append((symbol, other))
+                    known.append((symbol, other))
                     others.append(calls)
                     break
             else:
                 return True  # the model takes no further size: nothing tells
         rows = zip(base.numbers, now.numbers, *(one.numbers for one in others), strict=False)
         return all(
-            is_fitted(value, various, step.sizes, points)
+            is_fitted(value, various, step.sizes, known)
             and math.isclose(
-                evaluate(fit(value, various, step.sizes, points), sizes), wanted, rel_tol=1e-9
+                evaluate(fit(value, various, step.sizes, known), sizes), wanted, rel_tol=1e-9
             )
             for value, wanted, *various in rows
             if not (math.isnan(value) and math.isnan(wanted))
@@ -93,6 +96,13 @@ class CallsBySize:
         if key not in self._known:
             self._known[key] = self._called(_resized(step, batch, sizes), step.training)
         return self._known[key]
+
+
+def _points(step: StepGraph, batch: Batch) -> dict[sympy.Symbol, tuple[int]]:
+    """The size at which a step was captured as well, of each symbol."""
+    lengths = sum(symbol in step.sizes for symbol in SEQUENCES) or 1
+    built = _resized(step, batch, step.sizes)
+    return {p.symbol: (p.other,) for p in points(built, step.batch_dims, lengths)}
 
 
 def _others(size: int, now: int) -> Iterator[int]:
