@@ -312,6 +312,12 @@ class ElsewhereNeeded(GraphAccelError):
             "or make averages and copies of the model when it has its plan:  "
             "graphaccel.optimize(model, optimizer, example_batch=batch)",
         )
+        if op == "item":
+            helps = (
+                "numbers of all of them are read together:  "
+                "norms = torch.stack([p.grad.norm() for p in model.parameters()]).tolist()",
+                "or bring all of them here first:  state = graphaccel.full_state_dict(model)",
+            )
         if op == "equal":
             helps = (
                 "whether both are one parameter does not depend on values:  one is other",

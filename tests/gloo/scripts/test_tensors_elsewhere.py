@@ -231,3 +231,23 @@ def test_ops_on_parameters_between_steps(pool: Pool, plan: str) -> None:
             assert set(found.values()) == {"equal", "refused"}, found
         else:
             assert set(found.values()) == {"equal"}, found
+
+
+@captures_of("tensors elsewhere")
+def _norms_by_the_help_line(pins: dict[str, Any]) -> tuple[list[float], list[float]]:
+    torch.manual_seed(0)
+    plain, x = Uneven().double(), torch.randn(8, 5).double()
+    model = copy.deepcopy(plain)
+    graphaccel.optimize(model, devices=2, **pins)
+    plain(x).backward()
+    model(x).backward()
+    with pytest.raises(ElsewhereNeeded) as caught:
+        torch.tensor([p.grad.norm() for p in model.parameters()])
+    line = str(caught.value).split("read together:  ")[1].split("\n")[0]
+    exec(line, found := {"torch": torch, "model": model})
+    return [float(p.grad.norm()) for p in plain.parameters()], found["norms"]
+
+
+def test_norms_of_a_pipeline_are_read_as_the_error_says(pool: Pool) -> None:
+    for expected, found in pool.run(2, _norms_by_the_help_line, PLANS["pipeline"]):
+        assert found == pytest.approx(expected, rel=1e-12)
