@@ -38,8 +38,8 @@ class RankLost(GraphAccelError):
             why="a process died, or did not answer within the timeout",
             help=(
                 "the first error in the log of the lost rank is the cause; read that one first",
-                "or, if it has none, its script ended: save, load and export on every rank, not "
-                "below `if rank == 0`",
+                "or, if it has none, its script ended, or went on: save, load and export, and read "
+                "parameters and gradients, on every rank, not below `if rank == 0`",
             ),
         )
 

@@ -8,6 +8,7 @@ from torch import fx, nn
 
 from graphaccel import errors
 from graphaccel.runtime.execution.lost_rank import module_of
+from graphaccel.runtime.parameters.readable import read_by_all
 
 
 def _wait(x: torch.Tensor) -> torch.Tensor:
@@ -40,3 +41,23 @@ def test_the_text_says_it() -> None:
         module="layers.1",
     )
     assert "\n  in module:         layers.1\n" in str(error)
+
+
+def _gone() -> torch.Tensor:
+    raise RuntimeError("[pair.cc:1] Timed out waiting 15000ms for send operation to complete")
+
+
+def test_a_read_that_other_ranks_do_not_join_names_the_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    with pytest.raises(errors.RankLost) as caught:
+        read_by_all(_gone)
+    assert f"whose values {__file__}:" in str(caught.value)
+    assert "reported:          Timed out waiting 15000ms" in str(caught.value)
+    with pytest.raises(RuntimeError, match="a size"):
+        read_by_all(_wrong)
+
+
+def _wrong() -> torch.Tensor:
+    raise RuntimeError("a size of this rank")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from graphaccel.compat.torch import pytree
 from graphaccel.compat.torch.tensors import no_torch_function as _no_torch_function
 from graphaccel.compat.torch.tensors import without_storage
 from graphaccel.runtime.parameters.layout import ShardLayout
-from graphaccel.runtime.parameters.readable import Readable
+from graphaccel.runtime.parameters.readable import Readable, read_by_all
 
 aten = torch.ops.aten
 
@@ -82,12 +83,17 @@ def resolve(norms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         mesh = pending[0].sharding.mesh  # type: ignore[attr-defined]
         local = torch.stack([n.local for n in pending])  # type: ignore[attr-defined]
         local, group = local.to(mesh.device), mesh.group(axes)  # from the host, if offloaded
-        if order == float("inf"):
-            dist.all_reduce(local, op=dist.ReduceOp.MAX, group=group)
-        else:
-            local = local**order
-            dist.all_reduce(local, group=group)
-            local = local ** (1.0 / order)
+        local = read_by_all(partial(_reduced, local, order, group))
         for i, value in zip(places, local.to(pending[0].device).unbind(), strict=True):
             results[i] = value
     return results
+
+
+def _reduced(local: torch.Tensor, order: float, group: Any) -> torch.Tensor:
+    """The norms of all ranks' shards together."""
+    if order == float("inf"):
+        dist.all_reduce(local, op=dist.ReduceOp.MAX, group=group)
+        return local
+    powers = local**order
+    dist.all_reduce(powers, group=group)
+    return powers ** (1.0 / order)

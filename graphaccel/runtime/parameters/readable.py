@@ -10,6 +10,31 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
+
+from graphaccel.errors import RankLost
+from graphaccel.errors.messages import line_of_script
+from graphaccel.runtime.execution.lost_rank import first_line, is_connection
+
+
+def read_by_all(collective: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """What a collective returns that a script's line asks for. Raises RankLost (GA501) where other
+    ranks do not take part, as they do not in what is below `if rank == 0`."""
+    try:
+        return collective()
+    except RuntimeError as error:
+        if not is_connection(error):
+            raise
+        line = line_of_script()
+        where = "the script" if line is None else f"{line.file}:{line.line}"
+        raise RankLost(
+            rank=dist.get_rank(),
+            stage=None,
+            lost="another rank",
+            last_action="the step before",
+            waiting_for=f"all parts of a tensor, whose values {where} reads",
+            cause=first_line(error),
+        ) from error
 
 
 class Readable:

@@ -35,7 +35,7 @@ from graphaccel.compat.torch.tensors import no_torch_function as _no_torch_funct
 from graphaccel.errors import GraphMisuse, PartOfModel
 from graphaccel.runtime.parameters.layout import ShardLayout
 from graphaccel.runtime.parameters.norms import PendingNorm, resolve
-from graphaccel.runtime.parameters.readable import Readable
+from graphaccel.runtime.parameters.readable import Readable, read_by_all
 
 aten = torch.ops.aten
 _ELEMENTWISE = {
@@ -127,7 +127,7 @@ class ShardTensor(Readable, torch.Tensor):
 
     def whole(self) -> torch.Tensor:
         """The full tensor. Collective over the axes it is sharded over."""
-        return self.sharding.gather(self.local)
+        return read_by_all(lambda: self.sharding.gather(self.local))
 
     values = whole
 

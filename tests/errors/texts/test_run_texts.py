@@ -179,7 +179,7 @@ error[GA501]: rank 0 (stage 0) lost rank 1 (stage 1)
   reported:          connection closed by peer
   why:  a process died, or did not answer within the timeout
   help: the first error in the log of the lost rank is the cause; read that one first
-  help: or, if it has none, its script ended: save, load and export on every rank, not below `if rank == 0`
+  help: or, if it has none, its script ended, or went on: save, load and export, and read parameters and gradients, on every rank, not below `if rank == 0`
   explain: graphaccel explain GA501""",
     ),
     (
