@@ -46,6 +46,8 @@ log = logging.getLogger("graphaccel.passes")
 
 _LEAST = 13
 """The least number of examples in the graph that is sharded."""
+_MOST = 64
+"""How many multiples of it are tried for one at which all sizes are whole numbers."""
 
 
 def sharded_graph(
@@ -121,6 +123,10 @@ def _part(
     asked = step.graph, examples, tuple(sizes.items())
     if asked not in cache.parts:
         few = prime * plan.expert if even else plan.microbatch_size  # sharded over expert
+        if even:  # half of the rows, as of `losses.topk(len(losses) // 2)`, is a whole number
+            known = {**step.sizes, **sizes}
+            most = range(few, _MOST * few, few)
+            few = next((n for n in most if step.serves({**known, BATCH: n})), few)
         at = {**step.sizes, **sizes, **({BATCH: few} if BATCH in step.sizes else {})}
         alone = replace(plan, data=1, microbatches=1, batch=few)
         cache.parts[asked] = exact_microbatch(step, alone, at, cache.fakes).graph, prime, at
@@ -147,7 +153,8 @@ def _prime(
         dims = {d for node in step.graph.graph.nodes
                 for d in pytree.tree_leaves(node.meta.get("dims", ()))}  # fmt: skip
         whole = {n for n in (int(evaluate(d, one)) for d in dims) if n}
-        result = whole | {-(-n // axis) for n in whole for axis in axes}
+        parts = {-(-n // axis) for n in whole for axis in axes}
+        result = whole | {n for n in parts if n}  # -1 is a size of `losses[: len(losses) // 2 - 2]`
         prime = _LEAST
         while any(n % prime == 0 for n in result):
             prime = int(sympy.nextprime(prime))
