@@ -164,11 +164,19 @@ class Executor:
         else:
             self._prepare(state)
             self._allocate_buckets(state)
-        if self._program.random and (self._mesh.world > 1 or self._microbatches > 1):
+        if self._program.random and not self._draws_as_one_device():
             # One draw per step from the generator that all ranks share; each part of the batch has
             # a random stream of its own.
             state.seed = int(torch.randint(2**62, ()).item())
         return state
+
+    def _draws_as_one_device(self) -> bool:
+        """Whether every rank draws what one device does: all rows, in one stage, from the generator
+        of the CPU, whose state all ranks share."""
+        if self._mesh.world == 1:
+            return self._microbatches == 1
+        whole = self._data * self._microbatches == 1 and self._mesh.pipeline == 1
+        return whole and self._mesh.device.type == "cpu"
 
     def _on_device(self, place: int, leaf: Any) -> Any:
         """A leaf of the batch on this rank's device, contiguous."""

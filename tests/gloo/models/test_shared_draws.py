@@ -52,6 +52,7 @@ PLANS: list[dict[str, Any]] = [
     {"data": 2},
     {"data": 2, "microbatches": 2},
     {"pipeline": 2, "microbatches": 2},
+    {"tensor": 2},
 ]
 
 
