@@ -308,6 +308,7 @@ error[GA205]: 9999 devices asked for, {here} available (no CUDA device; 4 proces
   help: to plan for machines you do not have:  graphaccel plan FILE --devices 9999 --device h100-80gb
   explain: graphaccel explain GA205"""
     monkeypatch.setenv("WORLD_SIZE", "9999")
+    monkeypatch.setenv("RANK", "0")
     _refuse(errors.TooManyDevices, text, devices=9999)
 
 
