@@ -9,8 +9,8 @@
 BASE := $(shell python3.11 -c 'import sys; print(sys.executable)' 2>/dev/null || command -v python3)
 BIN := .venv/bin
 
-# Types are checked, by one process, while the tests run. Of the four that run tests two wait for
-# the ranks of their tests most of the time.
+# Types are checked, by one process, while the tests run. Of the three that run tests two begin with
+# those of several ranks, for which they wait. Two cores are busy then: a fourth makes it no faster.
 # Tests start several processes on few cores: one thread each is both faster and repeatable. Those
 # that start Python a hundred times need compiled modules, whatever the shell says.
 test test-all: export OMP_NUM_THREADS = 1
@@ -37,7 +37,7 @@ test test-all: .venv/stamp-test
 	$(BIN)/lint-imports
 	mkdir -p build
 	$(BIN)/basedpyright --level error > build/types.txt & types=$$!; \
-	$(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder --cases $(CASES); \
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --cases $(CASES); \
 	result=$$?; wait $$types || result=1; cat build/types.txt; exit $$result
 
 .venv/stamp-%: pyproject.toml

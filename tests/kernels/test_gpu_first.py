@@ -32,6 +32,7 @@ def test_it_ends_at_the_limit() -> None:
     assert found["next"] == {"left out": "0 s had passed"}
 
 
+@pytest.mark.release
 def test_parts_run_at_toy_sizes(capsys: pytest.CaptureFixture[str]) -> None:
     names = ["head by chunk", "attention", "NCCL", "host time"]
     assert gpu_first.main(["--dry", "--parts", *names]) == 0

@@ -45,6 +45,7 @@ def compiled(layers: int, monkeypatch: pytest.MonkeyPatch, **pins: Any) -> tuple
     return len(made), plain, planned
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_more_layers_are_no_more_to_compile(
     microbatches: int, monkeypatch: pytest.MonkeyPatch

@@ -260,6 +260,7 @@ def test_biases_take_memory_traffic_and_starts() -> None:
     assert biased.seconds > plain.seconds
 
 
+@pytest.mark.release
 def test_latent_attention_turns_queries_and_keys_in_two_kernels() -> None:
     """Which read and write the 64 numbers of a head of queries that are turned, and make 192 of
     keys and 128 of values from 256; products, norms and attention are as they were."""

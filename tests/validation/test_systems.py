@@ -146,6 +146,7 @@ def _small(compiled: bool) -> Predicted:
     return predict(run, run.devices)
 
 
+@pytest.mark.release
 def test_a_compiler_makes_nothing_again_that_is_not_read() -> None:
     """The last product of a block, and what sums it over the tensor axis."""
     compiled, whole = _small(True), _small(False)

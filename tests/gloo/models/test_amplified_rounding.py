@@ -62,6 +62,7 @@ def _refused(factor: float) -> str:
     return str(caught.value)
 
 
+@pytest.mark.release
 def test_what_rounding_explains_is_not_refused(pool: Pool) -> None:
     errors = pool.run(2, _off, 1.0)
     assert 1e-4 < max(errors) < 0.3  # far above what two orders of summation leave elsewhere
