@@ -179,8 +179,14 @@ def compared(sample: Sample, optimizer: torch.optim.Optimizer) -> Iterator[Compa
         if not isinstance(state.get(key), Tensor):
             yield Compared(sample.name, wrong=f"{described} of `{sample.name}` is missing")
             continue
-        actual, expected, _ = _pair(sample, state[key], value)
+        pair = _pair(sample, state[key], value)[:2]
+        # Of a tensor class of its own (torchao's 8 bits): the numbers that it stands for.
+        actual, expected = (t if _is_plain(t) else t.dequantize() for t in pair)
         yield _beside(sample, described, actual, expected, torch.zeros_like(expected))
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, torch.nn.Parameter)
 
 
 def _pair(sample: Sample, actual: Tensor, whole: Tensor) -> tuple[Tensor, Tensor, Tensor]:
