@@ -20,22 +20,20 @@ from graphaccel.arguments import (
     GLOBAL,
     LOCAL,
     MAX_PROGRAMS,
+    asked_pins,
     check_arguments,
-    check_batch,
     check_can_run,
     check_job,
-    check_max_programs,
-    check_nonfinite,
-    check_of,
+    check_run,
     check_settings,
     check_whole,
     device_count,
+    plan_path,
     read_plan,
     with_checkpointing,
-    with_command_line,
 )
 from graphaccel.capture.batch import flatten_call
-from graphaccel.capture.batch_dims import BatchDims, check_batch_dims
+from graphaccel.capture.batch_dims import BatchDims
 from graphaccel.capture.export.export import LossFn, split_targets
 from graphaccel.compiler.capacity import Fit, fit_of
 from graphaccel.compiler.capacity import fewest_devices as fewest
@@ -116,77 +114,65 @@ def optimize(
     timeout: float = 600.0,
     **pins: Unpack[PinArguments],
 ) -> Any:
-    """Choose a parallel plan for `model` on `devices`, and make the model train under it, in place.
+    """Choose a parallel plan for `model` on `devices`; the model then trains under it, in place.
 
-    Calling the returned model (the same object) runs the whole planned step: forward and backward
-    of every microbatch, with their communication. `loss.backward()` then hands out the gradients.
-    Every rank passes the same global batch, or its own rows of it (`batch`).
+    Calling it runs the planned step, `loss.backward()` hands out the gradients (docs/training.md).
 
-    optimizer: returned as the same object; its parameter groups, schedulers and hooks stay valid.
-    devices: the number of ranks. Default: the world size under a launcher (torchrun, Slurm, MPI). A
-      script started without a launcher is restarted under one, with a process per device.
-    loss_fn: `loss_fn(output, target)`, for a model that does not compute its loss: the model is
-      then called with the target as its last argument (or under that parameter's name) and returns
-      the loss. Without it the script computes the loss from the outputs, and the model cannot be
-      cut into pipeline stages. "outside" says that the script computes the loss, for a model whose
-      output looks like one.
-    init_fn: builds the model again, for a model on the meta device: each rank initialises only what
-      it holds, with the values that one device would get. Not needed for a model built by
-      `graphaccel.deferred` or for Hugging Face models.
-    example_batch: a batch to plan for immediately. Default: the first training batch is captured.
+    optimizer: returned as the same object; its groups, schedulers and hooks stay valid.
+    devices: how many ranks. Default: the launcher's; without one, the script is started again.
+    loss_fn: `loss_fn(output, target)`, where the model returns no loss; "outside": the script's.
+    init_fn: makes a model on the meta device again; each rank initialises only what it holds.
+    example_batch: a batch to plan for immediately. Default: the first training batch.
     plan: run exactly this plan (a Plan, or a file saved by `graphaccel plan --json`).
     cluster: the hardware to plan for. Default: the machine that this process runs on.
-    clip_norm: `optimizer.step()` first clips all gradients by their global norm, as clip_grad_norm_
-      does; `model.graphaccel.grad_norm` is the norm before clipping.
-    batch_dims: which dim of each input is the batch dim, where that cannot be detected: one for all
-      inputs, or by an input's name or position, as in `{"tokens": 1, 0: 1, "mask": None}` (None:
-      the input has no batch dim).
-    batch: "global" (default): every rank passes the same batch. "local": each passes as many rows
-      of its own, as under DistributedDataParallel; outputs have these rows, the loss is of all.
-    check: "first-step" (default): before anything is changed, loss and gradients of the captured
-      graph are compared with plain autograd of the model on a few rows of the first batch; a
-      difference raises an error. "off": no comparison.
-    on_nonfinite: what happens in a step whose loss is NaN or infinite, on all ranks alike. "ignore"
-      (default): nothing. "skip": it hands out no gradients, so that the optimizer updates nothing.
-      "error": the model call raises NonFiniteLoss (GA416).
-    max_programs: how many compiled programs are kept, one for each shape of batches. With more
-      shapes the program not used for longest is dropped, and made anew from the same capture.
+    clip_norm: the largest global norm of the gradients, to which `optimizer.step()` clips them.
+    batch_dims: the batch dim: one for all inputs, or by name or position; None: the input has none.
+    batch: "global": all ranks pass the same batch. "local": each passes rows of its own.
+    check: "first-step": the graph's loss and gradients must equal eager's. "off": no comparison.
+    on_nonfinite: of a loss that is NaN or infinite: "ignore", "skip" the update, "error" (GA416).
+    max_programs: how many compiled programs are kept, one for each shape of batches.
     timeout: seconds after which a rank that does not answer counts as lost.
-    pins: decisions to fix instead of planning them: data, pipeline, microbatches, recompute, ...
-      (docs/pins.md). Options of `graphaccel run` take precedence over them.
+    pins: decisions to fix (docs/pins.md); options of `graphaccel run` take precedence.
 
     Raises a subclass of GraphAccelError; the model and the optimizer are then unchanged.
     """
-    decided = with_command_line(pins)
-    check = check_of(check)
-    check_nonfinite(on_nonfinite)
-    check_max_programs(max_programs)
-    if plan is None:
-        decided = with_checkpointing(model, decided)
+    decided = asked_pins(model, plan, pins)
+    check = check_run(check, on_nonfinite, max_programs, batch)
     check_arguments(model, optimizer, decided, loss_fn, clip_norm)
-    check_settings(cluster, timeout, example_batch)
-    check_batch_dims(batch_dims)
-    check_batch(batch)
-    planning = os.environ.get(PLAN_ONLY) == "1"
+    check_settings(cluster, timeout, example_batch, batch_dims)
     refuse_on(model)
     check_supported(model)
-    if planning:
-        return _plan_only(
-            PlanRequested(model, optimizer, loss_fn, decided, example_batch, batch_dims, batch)
-        )
+    if os.environ.get(PLAN_ONLY) == "1":
+        job = (loss_fn, decided, example_batch, batch_dims, batch)
+        return _plan_only(PlanRequested(model, optimizer, *job))
     given = read_plan(plan, decided)
     check_can_run(given, decided)
     count, device = start_ranks(devices, given, cluster, timeout)
     where = cluster or cluster_here(count, device)
-    if given is None:
-        decided = keeping_parameters_whole(optimizer, here(decided, device, where), count)
-    kind, shardable = where.device.type, is_elementwise(optimizer)
-    what = model_of(model, loss_fn, optimizer, kind, shardable=shardable, batch_dims=batch_dims)
-    path = str(plan) if isinstance(plan, (str, Path)) else "plan"
-    compiler = Compiler(what, where, decided, given, path)
+    decided = here(decided, device, where) if given is None else decided
+    what = (model, loss_fn, optimizer, batch_dims)
+    compiler = _compiler(*what, where, decided, given, plan_path(plan))
     run = RunSettings(count, device, timeout, clip_norm, check, on_nonfinite, max_programs, batch)
     _attach(Run.of(model, optimizer, compiler, run), initial_values(model, init_fn), example_batch)
     return model if optimizer is None else (model, optimizer)
+
+
+def _compiler(
+    model: nn.Module,
+    loss_fn: LossFn | None,
+    optimizer: Optimizer | None,
+    batch_dims: BatchDims,
+    cluster: Cluster,
+    pins: Mapping[str, Any],
+    given: Plan | None = None,
+    path: str = "plan",
+) -> Compiler:
+    """What plans a model and compiles it, under the given plan where there is one."""
+    kind, shardable = cluster.device.type, is_elementwise(optimizer)
+    what = model_of(model, loss_fn, optimizer, kind, shardable=shardable, batch_dims=batch_dims)
+    if given is None:
+        pins = keeping_parameters_whole(optimizer, pins, cluster.count)
+    return Compiler(what, cluster, pins, given, path)
 
 
 def _attach(run: Run, initial: InitTape | None, example_batch: Any) -> None:
@@ -312,13 +298,9 @@ def _planner(
     """What plans a model without running it."""
     decided = with_checkpointing(model, pins)
     check_job(model, optimizer, decided, loss_fn)
-    check_settings(cluster, 1, example_batch)
-    check_batch_dims(batch_dims)
+    check_settings(cluster, 1, example_batch, batch_dims)
     check_supported(model)
-    decided = keeping_parameters_whole(optimizer, decided, cluster.count)
-    kind, shardable = cluster.device.type, is_elementwise(optimizer)
-    what = model_of(model, loss_fn, optimizer, kind, shardable=shardable, batch_dims=batch_dims)
-    return Compiler(what, cluster, decided)
+    return _compiler(model, loss_fn, optimizer, batch_dims, cluster, decided)
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
+from graphaccel.capture.batch_dims import check_batch_dims
 from graphaccel.capture.export.export import OUTSIDE
 from graphaccel.compat.torch.modules import is_compiled
 from graphaccel.compat.torch.optimizers import is_initialised
@@ -55,32 +56,31 @@ CHECK = "GRAPHACCEL_CHECK"
 """Environment variable: `--check` of `graphaccel run`."""
 
 
-def check_of(given: str) -> str:
-    """Which check to run: the command line's, else the script's. Raises BadPin (GA202)."""
-    check = os.environ.get(CHECK) or given
+def check_run(check: str, on_nonfinite: Any, max_programs: Any, batch: Any) -> str:
+    """Which check to run: the command line's, else the script's.
+
+    Raises BadPin (GA202) for a check, a policy (`on_nonfinite`) or a kind of batch that does not
+    exist, GraphMisuse (GA407) if `max_programs` is not a whole number above 0.
+    """
+    check = os.environ.get(CHECK) or check
     if check not in CHECKS:
         raise BadPin(pin="check", value=check, reason="there is no such check", allowed=CHECKS)
+    if on_nonfinite not in ON_NONFINITE:
+        reason = "there is no such policy"
+        raise BadPin(pin="on_nonfinite", value=on_nonfinite, reason=reason, allowed=ON_NONFINITE)
+    _check_max_programs(max_programs)
+    if batch not in BATCHES:
+        reason = "each rank passes the global batch, or its own rows"
+        raise BadPin(pin="batch", value=batch, reason=reason, allowed=BATCHES)
     return check
 
 
-def check_batch(given: Any) -> None:
-    """Raises BadPin (GA202) for what `optimize` does not know as `batch`."""
-    if given not in BATCHES:
-        reason = "each rank passes the global batch, or its own rows"
-        raise BadPin(pin="batch", value=given, reason=reason, allowed=BATCHES)
-
-
-def check_nonfinite(given: Any) -> None:
-    """Raises BadPin (GA202) for a policy that does not exist."""
-    if given not in ON_NONFINITE:
-        reason = "there is no such policy"
-        raise BadPin(pin="on_nonfinite", value=given, reason=reason, allowed=ON_NONFINITE)
-
-
-def with_command_line(pins: Mapping[str, Any]) -> dict[str, Any]:
-    """The script's pins, overridden by those of `graphaccel run`."""
+def asked_pins(model: Any, plan: Any, pins: Mapping[str, Any]) -> dict[str, Any]:
+    """The script's pins, overridden by those of `graphaccel run`, and, where no plan is given, with
+    recomputation where the model asks for it."""
     given = json.loads(os.environ.get(PINS, "{}"))
-    return {**pins, **{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}}
+    asked = {**pins, **{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}}
+    return with_checkpointing(model, asked) if plan is None else asked
 
 
 def with_checkpointing(model: Any, pins: Mapping[str, Any]) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def _shown(value: Any) -> str:
     return " ".join(short.repr(value).split())
 
 
-def check_settings(cluster: Any, timeout: Any, example_batch: Any) -> None:
+def check_settings(cluster: Any, timeout: Any, example_batch: Any, batch_dims: Any) -> None:
     """Raises GraphMisuse (GA407) for an argument of the wrong type."""
     if cluster is not None and not isinstance(cluster, Cluster):
         raise GraphMisuse(
@@ -180,10 +180,10 @@ def check_settings(cluster: Any, timeout: Any, example_batch: Any) -> None:
             f"{type(example_batch).__name__}",
             help_line="graphaccel.optimize(model, optimizer, example_batch=next(iter(loader)))",
         )
+    check_batch_dims(batch_dims)
 
 
-def check_max_programs(most: Any) -> None:
-    """Raises GraphMisuse (GA407) for anything but a whole number above 0."""
+def _check_max_programs(most: Any) -> None:
     if isinstance(most, bool) or not isinstance(most, int) or most < 1:
         raise GraphMisuse(
             what=f"max_programs is a whole number above 0, not {_shown(most)}",
@@ -271,13 +271,18 @@ def read_plan(given: str | Path | Plan | None, pins: Mapping[str, Any]) -> Plan 
     if pins:
         name = next(iter(pins))
         raise BadPin(pin=name, value=pins[name], reason="the plan given as plan= decides it")
-    path = "plan" if isinstance(given, Plan) else str(given)
+    path = plan_path(given)
     plan = given if isinstance(given, Plan) else _from_file(path)
     reason = misread(plan)
     if reason is not None:
         raise _unread(path, reason)
     check_given(plan, path)
     return plan
+
+
+def plan_path(given: str | Path | Plan | None) -> str:
+    """How errors call a plan that is given: its file, if it is one."""
+    return str(given) if isinstance(given, (str, Path)) else "plan"
 
 
 def _from_file(path: str) -> Plan:

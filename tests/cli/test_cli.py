@@ -271,7 +271,7 @@ def test_options_are_written_out(
 
 
 def test_pins_of_run_come_before_those_of_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
-    from graphaccel.arguments import PINS, with_command_line
+    from graphaccel.arguments import PINS, asked_pins
     from graphaccel.runtime import launch
 
     calls = []
@@ -284,7 +284,7 @@ def test_pins_of_run_come_before_those_of_the_script(monkeypatch: pytest.MonkeyP
     given = {"zero": 3, "data": 2, "stage_of": {"head": 1}, "sequence": False, "ort": ("a", "b")}
     given |= {"recompute": ("h.0", "h.1"), "schedule": "gpipe", "bucket_bytes": 1 << 20}
     given |= {"cuts": ("a",)}
-    assert with_command_line({"zero": 1, "tensor": 2}) == {"tensor": 2, **given}
+    assert asked_pins(None, None, {"zero": 1, "tensor": 2}) == {"tensor": 2, **given}
 
 
 def test_optimize_reads_pins_of_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,9 +16,6 @@ FILE_LINES, TEST_LINES = 450, 400
 FUNCTION_LINES = 60
 FOLDER_FILES = 25
 TOP_MODULES = 8
-PUBLIC_PAGE = "optimize"
-"""The one exception: lines of this function are counted without its docstring, which is the page of
-its arguments (docs/reference.md is made from it)."""
 
 
 def test_no_file_is_too_long() -> None:
@@ -65,12 +62,10 @@ def test_the_top_level_is_packages_and_few_modules() -> None:
 
 
 def test_a_long_function_is_counted() -> None:
-    """Decorators do not count, docstrings do: all but that of `PUBLIC_PAGE`."""
+    """Decorators do not count, docstrings do."""
     body = "    pass\n" * 5
     (made,) = functions(ast.parse(f'@decorator\ndef f(\n    a,\n):\n    """One."""\n{body}'))
     assert made[1] == 9
-    (public,) = functions(ast.parse(f'def optimize(a):\n    """One\n\n    two."""\n{body}'))
-    assert public[1] == 6
 
 
 def functions(tree: ast.Module) -> Iterator[tuple[ast.FunctionDef | ast.AsyncFunctionDef, int]]:
@@ -79,10 +74,6 @@ def functions(tree: ast.Module) -> Iterator[tuple[ast.FunctionDef | ast.AsyncFun
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             assert node.end_lineno is not None
             lines = node.end_lineno - node.lineno + 1
-            text = node.body[0]
-            if node.name == PUBLIC_PAGE and isinstance(text, ast.Expr):
-                assert text.end_lineno is not None
-                lines -= text.end_lineno - text.lineno + 1
             yield node, lines
 
 
