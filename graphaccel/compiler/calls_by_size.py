@@ -94,14 +94,14 @@ class CallsBySize:
         """The operators for a batch with other sizes."""
         key = (id(step), tuple(sizes.values()), numbers)
         if key not in self._known:
-            self._known[key] = self._called(_resized(step, batch, sizes), step.training)
+            self._known[key] = self._called(resized_to(step, batch, sizes), step.training)
         return self._known[key]
 
 
 def _points(step: StepGraph, batch: Batch) -> dict[sympy.Symbol, tuple[int]]:
     """The size at which a step was captured as well, of each symbol."""
     lengths = sum(symbol in step.sizes for symbol in SEQUENCES) or 1
-    built = _resized(step, batch, step.sizes)
+    built = resized_to(step, batch, step.sizes)
     return {p.symbol: (p.other,) for p in points(built, step.batch_dims, lengths)}
 
 
@@ -110,8 +110,8 @@ def _others(size: int, now: int) -> Iterator[int]:
     yield from (n for n in (2 * size, 3 * size, size // 2) if n not in (size, now) and n > 1)
 
 
-def _resized(step: StepGraph, batch: Batch, sizes: _Sizes) -> Batch:
-    """A batch of the step with these sizes, without values."""
+def resized_to(step: StepGraph, batch: Batch, sizes: _Sizes) -> Batch:
+    """A batch of a step with these sizes, without values."""
     leaves = list(batch.leaves)
     for node, spec in zip(input_nodes(step.graph), step.inputs, strict=True):
         if spec.kind == "batch" and isinstance(leaf := leaves[spec.leaf], torch.Tensor):

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphaccel.capture.batch import Batch, has_dims
+from graphaccel.capture.batch import Batch
 from graphaccel.capture.batch_dims import given_dims
+from graphaccel.capture.evaluation import evaluation_step
 from graphaccel.capture.export.buffer_values import asked_buffers, buffers_of
 from graphaccel.capture.export.export import export_forward
 from graphaccel.capture.export.weights import layout_of
@@ -25,9 +26,10 @@ from graphaccel.capture.state.numbers import same_but_numbers
 from graphaccel.capture.state.observe import Calls, Observed, calls_of, observe
 from graphaccel.capture.stepgraph import MANY, StepGraph, capture, trained_names
 from graphaccel.compat.torch.fakes import FakeTensor
-from graphaccel.compiler.calls_by_size import CallsBySize
+from graphaccel.compiler.calls_by_size import CallsBySize, resized_to
 from graphaccel.compiler.capture_apart import capture_apart
 from graphaccel.compiler.capture_context import without_autocast
+from graphaccel.compiler.fitting import same_values, sizes_for
 from graphaccel.compiler.input_checks import refuse_empty, refuse_untrained
 from graphaccel.compiler.model import Model, fake_mode, follow_attributes, without_data
 from graphaccel.errors import GraphAccelError, StateFrozen
@@ -39,7 +41,6 @@ from graphaccel.guards.place import Place
 from graphaccel.guards.places import places
 from graphaccel.guards.refusals import too_many, too_many_values
 from graphaccel.guards.system import Question
-from graphaccel.ir.replication.unfold import input_nodes
 from graphaccel.progress import progress, running
 
 MOST = 8
@@ -165,9 +166,9 @@ class Captures:
             trained = trained_names(self.model.module) if training else frozenset()
         results = []
         for (signature, *_), step in reversed(self.steps.items()):
-            sizes = self._fitting(step, batch, training)
+            sizes = sizes_for(step, batch, training)
             fits = sizes is not None and (not training or trained <= step.trainable)
-            if fits and _same_values(signature, batch.signature()):
+            if fits and same_values(signature, batch.signature()):
                 results.append((step, sizes))
         return results
 
@@ -175,6 +176,9 @@ class Captures:
         self, batch: Batch, training: bool, others: Sequence[StepGraph], *, symbolic: bool
     ) -> StepGraph:
         """Capture anew. others: cached steps that only the current Python state rules out."""
+        derived = None if training or others else self._derived(batch)
+        if derived is not None:
+            return derived
         if others:
             self._refuse_other_modules(self._kept[id(others[0])].guards)
         observed = self._observed(batch, training)
@@ -185,11 +189,35 @@ class Captures:
         faked = self._faked(batch, training, observed, numbers)
         many = None if numbers or self.asked else MANY
         step = self._capture(*faked, training, many=many, symbolic=symbolic)
-        recorded = self._recorded(training, observed)
+        return self._noted(step, batch, observed, numbers)
+
+    def _noted(
+        self, step: StepGraph, batch: Batch, observed: Observed, numbers: Sequence[str] = ()
+    ) -> StepGraph:
+        """The step as it is cached, with what it depends on."""
+        recorded = self._recorded(step.training, observed)
         step = _with_paths(step, recorded)
         self._guarded(step, batch, observed, recorded, numbers)
-        self.steps[(batch.signature(), training, len(self.steps))] = step
+        self.steps[(batch.signature(), step.training, len(self.steps))] = step
         return step
+
+    def _derived(self, batch: Batch) -> StepGraph | None:
+        """The evaluation step that a captured training step becomes; None where that does not tell
+        what this batch needs."""
+        for step, _ in self._fitting_steps(batch, True, frozenset()):
+            guards = self.guards(step, batch)
+            same = guards.hold() or all(c.place.key == "training" for c in guards.changes())
+            if not same or guards.numbers or self.asked:
+                continue
+            at = resized_to(step, batch, step.sizes)
+            observed = self._observed(at, training=False)
+            with self._capturing():
+                built = partial(self._faked, at)
+                made = evaluation_step(step, built, self.model.loss_fn)
+            if made is not None:
+                made = self._noted(made, at, observed)
+                return made if self._serves(made, batch) else None
+        return None
 
     def _serves(self, step: StepGraph, batch: Batch) -> bool:
         guards = self.guards(step, batch)
@@ -374,39 +402,6 @@ class Captures:
         """Leaf → its batch dim, where the user gave it. Raises GraphMisuse (GA407)."""
         said = self.model.batch_dims
         return None if said is None else given_dims(batch, said, self.model.module.forward)
-
-    def _fitting(self, step: StepGraph, batch: Batch, training: bool) -> dict | None:
-        """Symbolic sizes with which a capture serves this batch, or None."""
-        if step.training != training or not has_dims(batch, step.batch_dims):
-            return None
-        sizes = step.sizes_of(batch)
-        if not step.serves(sizes):
-            return None
-        if any((n == 1) != (step.sizes[symbol] == 1) for symbol, n in sizes.items()):
-            return None  # a model may treat a size of one differently: squeeze(), broadcasting
-        for node, spec in zip(input_nodes(step.graph), step.inputs, strict=True):
-            if spec.kind != "batch" or spec.leaf >= len(batch.leaves):
-                continue
-            leaf = batch.leaves[spec.leaf]
-            if not isinstance(leaf, torch.Tensor) or batch.names[spec.leaf] != spec.name:
-                return None
-            if leaf.dtype != node.meta["val"].dtype or leaf.dim() != len(node.meta["dims"]):
-                return None
-            if training and leaf.requires_grad != spec.tracked:
-                return None
-            for size, expression in zip(leaf.shape, node.meta["dims"], strict=True):
-                wanted = expression if isinstance(expression, int) else expression.subs(sizes)
-                if int(wanted) != size:
-                    return None
-        used = {spec.leaf for spec in step.inputs if spec.kind == "batch"}
-        return sizes if used >= set(batch.tensors) else None
-
-
-def _same_values(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    """Whether two batches have the same structure and the same non-tensor values
-    (`return_loss=True`, None), by their signatures: a capture is valid for those only."""
-    plain = [[d for d in described if isinstance(d, str)] for _, described in (one, other)]
-    return one[0] == other[0] and plain[0] == plain[1]
 
 
 def _numbers(step: StepGraph, batch: Batch) -> tuple[str, ...]:

@@ -205,9 +205,12 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_buffers(remove_duplicate=False)
 
 
-def with_loss(model: nn.Module, loss_fn: LossFn) -> nn.Module:
-    """The model, in its current mode, returning its loss first and then all other tensors."""
-    wrapper = _WithLoss(model, loss_fn, lambda _: None)
+def with_loss(
+    model: nn.Module, loss_fn: LossFn, note: Callable[[Returned], None] = lambda _: None
+) -> nn.Module:
+    """The model, in its current mode, returning its loss first and then all other tensors. note:
+    called with the structure of what it returned."""
+    wrapper = _WithLoss(model, loss_fn, note)
     wrapper.training = model.training
     return wrapper
 
