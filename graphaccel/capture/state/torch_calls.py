@@ -16,6 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from graphaccel.capture.batch import Batch
+from graphaccel.capture.export.expert_loops import batched_experts
 from graphaccel.capture.export.export import LossFn, Returned, with_loss
 from graphaccel.capture.export.reports import without_reports
 from graphaccel.capture.state.draws import generators_restored
@@ -72,6 +73,7 @@ def torch_calls(model: nn.Module, batch: Batch, loss_fn: LossFn) -> TorchCalls |
             fake,
             exporting(),
             torch.enable_grad(),
+            batched_experts(model),
             record,
         ):
             results = with_loss(model, loss_fn, notes.append)(*args, **kwargs)
