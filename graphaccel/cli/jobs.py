@@ -68,7 +68,7 @@ def job_of_function(file: Path, name: str) -> Job:
     if spec is None or spec.loader is None:
         raise GraphMisuse(what=f"{file} is not a Python file", help_line="name it model.py")
     module = importlib.util.module_from_spec(spec)
-    with _first_on_path(file.resolve().parent):
+    with _first_on_path(file.resolve().parent), _without_arguments(file):
         sys.modules[module_name] = module  # dataclasses look their module up there
         try:
             spec.loader.exec_module(module)
@@ -143,14 +143,25 @@ def _first_on_path(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _as_script(file: Path) -> Iterator[None]:
-    """Set `sys.argv` as for a script without arguments, and make `optimize` only plan."""
-    argv, before = sys.argv, os.environ.get(PLAN_ONLY)
-    sys.argv, os.environ[PLAN_ONLY] = [str(file)], "1"
+def _without_arguments(file: Path) -> Iterator[None]:
+    """Set `sys.argv` as for a script without arguments, for one that reads them where it begins."""
+    argv = sys.argv
+    sys.argv = [str(file)]
     try:
         yield
     finally:
         sys.argv = argv
+
+
+@contextmanager
+def _as_script(file: Path) -> Iterator[None]:
+    """The same, and make `optimize` only plan."""
+    before = os.environ.get(PLAN_ONLY)
+    os.environ[PLAN_ONLY] = "1"
+    try:
+        with _without_arguments(file):
+            yield
+    finally:
         if before is None:
             del os.environ[PLAN_ONLY]
         else:

@@ -87,7 +87,9 @@ def register_updates(
     if step is None and gradients is not None:
         hooks.add(gradients.prepare_all)
     if session.mesh.pipeline > 1:
-        hooks.add(_without_remote_gradients)
+        remote = _RemoteGradients()
+        hooks.add(remote.remove)
+        optimizer.register_step_post_hook(remote.put_back)
     first, layouts = None, session.states if host is None else session.step_layouts()
     if compare and (layouts or step is not None or session.mesh.pipeline > 1):
         clipping, on_host = None if step is None else gradients, host is not None
@@ -133,8 +135,24 @@ def _all_gradients(
     return AllGradients(session.mesh, clip_norm, scale=scale, elsewhere=elsewhere)
 
 
-def _without_remote_gradients(optimizer: Optimizer, *_: Any) -> None:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if isinstance(parameter, RemoteTensor):
-                parameter.grad = None
+class _RemoteGradients:
+    """Gradients of other pipeline ranks: away while an optimizer steps, which then leaves their
+    parameters out, and there afterwards for a script that reads gradients."""
+
+    def __init__(self) -> None:
+        self._removed: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def remove(self, optimizer: Optimizer, *_: Any) -> None:
+        """A hook before the step."""
+        given = [p for group in optimizer.param_groups for p in group["params"]]
+        self._removed = [
+            (p, p.grad) for p in given if isinstance(p, RemoteTensor) and p.grad is not None
+        ]
+        for parameter, _gradient in self._removed:
+            parameter.grad = None
+
+    def put_back(self, *_: Any) -> None:
+        """A hook after the step."""
+        for parameter, gradient in self._removed:
+            parameter.grad = gradient
+        self._removed = []

@@ -10,7 +10,7 @@ launcher: all ranks read the same batches, and the plan splits them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,17 @@ from graphaccel.integrations.one_process import MARK, counted, read_everywhere, 
 from graphaccel.integrations.settings import norm_everywhere, wait_for_all
 from graphaccel.integrations.training_arguments import pins_of
 from graphaccel.integrations.written import TRAINER, as_written
+from graphaccel.runtime.environment import check_launcher
 from graphaccel.runtime.parameters.released import release
 
 _OVERRIDDEN = ("_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler", "_save_rng_state")
 _OPTIMIZER = "optimizer"
 # For type checkers: `PlannedSteps` is mixed into two classes, whose attributes it reads.
 _Trainer: Any = object
+
+# TrainingArguments, which a script makes before a Trainer, join a process group by themselves.
+if not torch.distributed.is_initialized():
+    check_launcher()
 
 
 class PlannedSteps(_Trainer):
@@ -90,7 +95,15 @@ class PlannedSteps(_Trainer):
         return optimizer
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As Trainer's. Errors name `Trainer(optimize=...)`."""
+        """As Trainer's. Errors name `Trainer(optimize=...)`.
+
+        Raises GraphMisuse (GA407) for a data set without rows.
+        """
+        if isinstance(self.train_dataset, Sized) and len(self.train_dataset) == 0:
+            raise GraphMisuse(
+                what="train_dataset has no rows",
+                help_line="see what is read, and what a filter leaves:  print(train_dataset)",
+            )
         with as_written(TRAINER):
             return super().train(*args, **kwargs)
 

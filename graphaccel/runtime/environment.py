@@ -41,6 +41,15 @@ def join_job(restarts: bool, environment: MutableMapping[str, str] = os.environ)
             raise
 
 
+def check_launcher(environment: Mapping[str, str] = os.environ) -> None:
+    """Check the launcher's variables before a library reads them that starts a process group itself
+    and reports what is wrong with a traceback of its own.
+
+    Raises NotAlone (GA409).
+    """
+    join_job(True, dict(environment))
+
+
 def _check_ranks(env: Mapping[str, str]) -> None:
     """Raises NotAlone (GA409) where torch's variables do not give this process a place in its job.
 

@@ -171,7 +171,23 @@ def make_model(task: str, model: str, config: PretrainedConfig) -> nn.Module:
             return kind.from_pretrained(model, config=config)
         return kind.from_config(config)
     except Exception as error:  # whatever the model's code makes of its sizes
+        if "ignore_mismatched_sizes" in str(error):
+            raise _other_sizes(model, config) from None
         raise BadTraining(what="the model can not be made", why=_line(error)) from error
+
+
+def _other_sizes(model: str, config: PretrainedConfig) -> BadTraining:
+    """Weights that do not fit the configuration, to which settings and data have added."""
+    trained, kind = read_config(model, ()).num_labels, str(config.model_type)
+    if trained != config.num_labels:
+        return BadTraining(
+            what=f"the data has {config.num_labels} classes, the model in `{model}` {trained}",
+            help_line=f"a new model:  --model {kind}",
+        )
+    return BadTraining(
+        what=f"the weights in `{model}` have other sizes than these settings",
+        help_line=f"leave --set out, or a new model:  --model {kind}",
+    )
 
 
 def labels_of(config: PretrainedConfig, names: Sequence[str]) -> None:

@@ -143,6 +143,8 @@ def token_rows(
             split_sentences=settings.next_sentence,
         )
         record.write_text(source)
+    if not TokenFile(prefix).lengths.any():
+        raise BadData(place=", ".join(map(str, lines)), reason="there is no text in it")
     return _rows(settings, tokenizer, prefix)
 
 

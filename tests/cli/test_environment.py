@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from graphaccel.errors import NotAlone
-from graphaccel.runtime.environment import join_job
+from graphaccel.runtime.environment import check_launcher, join_job
 
 SRUN = {
     "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_NNODES": "1",
@@ -126,6 +126,31 @@ def test_incomplete_variables_are_refused(text: str, evidence: str, reason: str)
     assert _joined(left) == (None,) * len(NAMES)
     typed = dict(part.split("=") for part in caught.value.command.split() if "=" in part)
     assert _joined(typed)[:2] == ("0", "2")
+
+
+@pytest.mark.parametrize(
+    ("text", "evidence"),
+    [
+        ("WORLD_SIZE=2", "WORLD_SIZE=2"),
+        ("WORLD_SIZE=x RANK=0", "WORLD_SIZE=x"),
+        ("WORLD_SIZE=2 RANK=2", "RANK=2"),
+        ("RANK=1", "RANK=1"),
+        ("LOCAL_RANK=0", None),
+        ("WORLD_SIZE=1", None),
+        ("RANK=0", None),
+        ("WORLD_SIZE=2 RANK=1 LOCAL_RANK=1", None),  # a script may say itself where they meet
+        ("SLURM_NTASKS=8 SLURM_PROCID=0", None),
+    ],
+)
+def test_variables_that_another_library_reads_first(text: str, evidence: str | None) -> None:
+    """TrainingArguments join the process group before a Trainer is made."""
+    given = dict(pair.split("=") for pair in text.split())
+    if evidence is None:
+        check_launcher(given)
+        return
+    with pytest.raises(NotAlone) as caught:
+        check_launcher(given)
+    assert caught.value.variable == evidence
 
 
 def test_a_rank_that_is_not_the_first_does_not_restart_the_script() -> None:

@@ -12,6 +12,7 @@ import torch
 
 import graphaccel
 from graphaccel.cli import main as cli
+from graphaccel.cli.jobs import find_job
 from graphaccel.planner.plan.plan import Plan
 
 MODEL = """
@@ -203,6 +204,15 @@ def test_a_script_is_run_up_to_its_first_training_batch(
     assert "assumed SGD" in captured.out
     assert sys.argv == argv
     assert "GRAPHACCEL_PLAN_ONLY" not in os.environ
+
+
+def test_a_file_reads_arguments_of_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those of `graphaccel plan`: a script beside its jobs parses them where it begins."""
+    read = "import argparse\nargparse.ArgumentParser().parse_args()\n"
+    (folder / "jobs.py").write_text(read + JOBS)
+    monkeypatch.setattr(sys, "argv", argv := ["graphaccel", "plan", "jobs.py:plain"])
+    assert type(find_job(Path("jobs.py"), "plain").model).__name__ == "Model"
+    assert sys.argv is argv
 
 
 def test_rows_of_one_rank_are_planned_as_those_of_all(folder: Path) -> None:

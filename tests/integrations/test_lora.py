@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from peft import (
+    AdaLoraConfig,
     LoraConfig,
     PeftModel,
     PromptEncoderConfig,
@@ -20,7 +21,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import graphaccel
-from graphaccel.errors import PartOfModel
+from graphaccel.errors import ElsewhereNeeded, PartOfModel
 from graphaccel.integrations.transformers import Trainer
 from tests.integrations.test_trainer import PLANS, WORDS, Lines, apart, arguments, gpt2
 from tests.support.captures import captures_of
@@ -275,6 +276,54 @@ def test_other_weights_than_modules(pool: Pool, name: str) -> None:
         assert found == pytest.approx(losses, abs=CLOSE)
         assert state.keys() == weights.keys()
         assert max(float((state[k] - weights[k]).abs().max()) for k in weights) < CLOSE
+
+
+def _allocated(**plan: Any) -> tuple[list[float], int]:
+    """AdaLoRA, which takes ranks away between steps by weights and their gradients: losses, and how
+    many are left."""
+    ranks = AdaLoraConfig(
+        init_r=4, target_r=2, tinit=1, tfinal=1, total_step=5, target_modules=["c_attn"],
+        lora_dropout=0.0, fan_in_fan_out=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = get_peft_model(gpt2(), ranks).double()
+    for name, parameter in model.named_parameters():
+        if "lora_E" in name:  # zero at first
+            torch.nn.init.normal_(parameter)
+    optimizer = torch.optim.AdamW(trained(model), lr=0.05)
+    if plan:
+        graphaccel.optimize(model, optimizer, **plan)
+    losses, rows = [], Lines(4, seed=5).ids
+    for step in range(5):
+        loss = model(input_ids=rows, labels=rows).loss
+        loss.backward()
+        optimizer.step()
+        model.base_model.update_and_allocate(step)
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    state = graphaccel.full_state_dict(model) if plan else model.state_dict()
+    return losses, sum(int(state[key].count_nonzero()) for key in state if "lora_E" in key)
+
+
+@captures_of("ranks")
+def _allocated_under(name: str) -> tuple[list[float], int]:
+    return _allocated(devices=2, **PLANS[name])
+
+
+@captures_of("ranks")
+def _allocated_elsewhere() -> str:
+    with pytest.raises(ElsewhereNeeded) as caught:
+        _allocated(devices=2, **PLANS["pipeline"])
+    return str(caught.value)
+
+
+def test_ranks_are_taken_away_as_on_one_device(pool: Pool) -> None:
+    losses, left = _allocated()
+    assert left == 4
+    for found, count in pool.run(2, _allocated_under, "zero3"):
+        assert (found, count) == (pytest.approx(losses, abs=CLOSE), left)
+    for text in pool.run(2, _allocated_elsewhere):
+        assert "GA408" in text
 
 
 def test_a_parameter_that_the_forward_makes_for_itself() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from transformers import TrainingArguments
 
 import graphaccel
-from graphaccel.errors import GraphMisuse
+from graphaccel.errors import GraphMisuse, NotAlone
 from graphaccel.integrations.accelerate import Accelerator
 from graphaccel.integrations.lightning import PlannedStrategy
 from graphaccel.integrations.training_arguments import pins_of
@@ -132,3 +133,20 @@ def test_a_model_that_is_optimized_already(tmp_path: Path) -> None:
         'Trainer(model=model, ..., optimize={"devices": 2})\n'
         "  explain: graphaccel explain GA407"
     )
+
+
+def test_what_the_launcher_says_is_checked_before_arguments_read_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "x")
+    with pytest.raises(NotAlone):
+        runpy.run_module("graphaccel.integrations.transformers")
+
+
+def test_a_data_set_without_rows_is_refused(tmp_path: Path) -> None:
+    trainer = Trainer(
+        model=gpt2(), args=given(tmp_path, eval_strategy="no", load_best_model_at_end=False),
+        train_dataset=Lines(0, seed=0), optimize={"devices": 1},
+    )  # fmt: skip
+    with pytest.raises(GraphMisuse, match="train_dataset has no rows"):
+        trainer.train()

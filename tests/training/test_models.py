@@ -105,6 +105,25 @@ def test_rows_longer_than_the_position_table(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        (
+            {"num_labels": 3},
+            "the data has 3 classes, the model in `{}` 2\n  help: a new model:  --m",
+        ),
+        ({"hidden_size": 16}, "the weights in `{}` have other sizes than these settings"),
+    ],
+)
+def test_weights_of_other_sizes(changed: dict[str, int], text: str, tmp_path: Path) -> None:
+    config = transformers.BertConfig(**NARROW)
+    transformers.BertForSequenceClassification(config).save_pretrained(tmp_path)
+    other = transformers.BertConfig(**{**NARROW, **changed})
+    with pytest.raises(BadTraining) as caught:
+        make_model("sequence-classification", str(tmp_path), other)
+    assert text.format(tmp_path) in str(caught.value)
+
+
 NARROW: dict[str, Any] = {
     "num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "intermediate_size": 8,
     "vocab_size": 300,

@@ -77,6 +77,13 @@ def test_text_is_tokenized_once(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "train.bin").stat().st_mtime_ns == written
 
 
+def test_files_without_text_are_named(tmp_path: Path) -> None:
+    data = write_lines(tmp_path / "text.jsonl", [])
+    with pytest.raises(BadData) as caught:
+        make_rows(settings(data=(str(data),), output=tmp_path / "out"), transformers.GPT2Config())
+    assert caught.value.place == str(data)
+
+
 @pytest.mark.parametrize("what", ["text", "tokenizer", "files"])
 def test_other_text_is_tokenized_again(what: str, tmp_path: Path) -> None:
     """Also where it is older than the tokens that are there."""

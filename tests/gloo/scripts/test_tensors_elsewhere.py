@@ -251,3 +251,31 @@ def _norms_by_the_help_line(pins: dict[str, Any]) -> tuple[list[float], list[flo
 def test_norms_of_a_pipeline_are_read_as_the_error_says(pool: Pool) -> None:
     for expected, found in pool.run(2, _norms_by_the_help_line, PLANS["pipeline"]):
         assert found == pytest.approx(expected, rel=1e-12)
+
+
+@captures_of("tensors elsewhere")
+def _norm_after_a_step(pins: dict[str, Any]) -> tuple[list[float], list[float]]:
+    """As scripts log it, with and without a test for gradients that are None."""
+    torch.manual_seed(0)
+    plain, x = Uneven().double(), torch.randn(8, 5).double()
+    model = copy.deepcopy(plain)
+    found = []
+    for each in (plain, model):
+        optimizer = torch.optim.AdamW(each.parameters(), lr=0.1)
+        if each is model:
+            graphaccel.optimize(model, optimizer, devices=2, **pins)
+        norms = []
+        for set_to_none in (True, False, True):
+            each(x).backward()
+            optimizer.step()
+            given = [p.grad for p in each.parameters() if p.grad is not None]
+            norms.append(float(nn.utils.get_total_norm(given)))
+            optimizer.zero_grad(set_to_none=set_to_none)
+        found.append(norms)
+    return found[0], found[1]
+
+
+def test_gradients_are_read_after_a_step_as_before_it(pool: Pool) -> None:
+    for expected, found in pool.run(2, _norm_after_a_step, PLANS["pipeline"]):
+        assert expected[0] != pytest.approx(expected[2], rel=1e-3)
+        assert found == pytest.approx(expected, rel=1e-12)
