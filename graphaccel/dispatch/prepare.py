@@ -22,6 +22,7 @@ from graphaccel.proof.planned import Expected
 from graphaccel.runtime.agreement import PLAN
 from graphaccel.runtime.cuda_graphs import Recorder, recorder_for
 from graphaccel.runtime.deferred import RECORD
+from graphaccel.runtime.execution.answers import answered
 from graphaccel.runtime.inductor.compile import check_compiler
 from graphaccel.runtime.init_tape import InitTape
 from graphaccel.runtime.loss_scale import LossScale
@@ -110,7 +111,8 @@ def _session(
     """The session of this rank, and its predicted memory, for which parameters are full yet."""
     plan, settings = chosen.plan, run.settings
     shared = chosen.program.shared.values()
-    mesh = build_mesh(plan, shared, settings.device, settings.patience)
+    with answered("the groups of ranks of the plan"):
+        mesh = build_mesh(plan, shared, settings.device, settings.patience)
     scale = LossScale(settings.device) if plan.precision.scaled else None
     at = mesh.pipeline_index, mesh.data_index, mesh.coordinate("expert")
     memory = run.compiler.memory(chosen, batch).of_device(*at)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch.distributed as dist
-
 from graphaccel.capture.batch import Batch
 from graphaccel.compiler.compiler import Compiler, Planned
 from graphaccel.dispatch.run import Run
 from graphaccel.errors import GraphMisuse
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.runtime.broadcast import depends_on, share_capture, share_plan
+from graphaccel.runtime.execution.answers import from_all
 
 
 def capture_together(run: Run, batch: Batch) -> None:
@@ -49,9 +46,7 @@ def check_same_plan(plan: Plan, ranks: int) -> None:
     has another plan."""
     if ranks == 1:
         return
-    plans: list[Any] = [None] * ranks
-    dist.all_gather_object(plans, plan.to_json())
-    if len(set(plans)) > 1:
+    if len(set(from_all(plan.to_json(), "the plans of all ranks"))) > 1:
         raise GraphMisuse(
             what="the ranks chose different plans: their models, batches or versions differ",
             help_line="seed every rank alike and give them the same example batch",

@@ -32,6 +32,7 @@ from graphaccel.errors import GraphMisuse
 from graphaccel.integrations.last_batch import check_last_batch
 from graphaccel.integrations.settings import started, with_precision
 from graphaccel.integrations.written import LIGHTNING, write_for
+from graphaccel.runtime.execution.answers import answered
 from graphaccel.runtime.parameters.released import release
 
 _MIXED = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
@@ -67,14 +68,16 @@ class PlannedStrategy(SingleDeviceStrategy):
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all ranks."""
         if dist.is_initialized():
-            dist.barrier()
+            with answered("all ranks"):
+                dist.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """The object of rank `src`, such as the folder of a checkpoint, on all ranks."""
         if not dist.is_initialized():
             return obj
         sent = [obj]
-        dist.broadcast_object_list(sent, src=src)
+        with answered(f"what rank {src} sends"):
+            dist.broadcast_object_list(sent, src=src)
         return sent[0]
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -83,7 +86,8 @@ class PlannedStrategy(SingleDeviceStrategy):
         if not dist.is_initialized():
             return decision
         said = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(said, dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
+        with answered("what all ranks say"):
+            dist.all_reduce(said, dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
         return bool(said)
 
     def setup(self, trainer: Any) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from graphaccel.api import start_ranks
 from graphaccel.arguments import read_plan
 from graphaccel.errors import GraphMisuse
+from graphaccel.runtime.execution.answers import answered, from_all
 from graphaccel.runtime.parameters.remote import RemoteTensor
 
 
@@ -69,15 +70,16 @@ def norm_everywhere(norm: Any, model: nn.Module) -> Any:
     trained = {session.owner(n) for n, p in model.named_parameters() if p.requires_grad}
     if len(trained) == session.mesh.pipeline:
         return norm
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, None if isinstance(norm, RemoteTensor) else float(norm))
+    known = None if isinstance(norm, RemoteTensor) else float(norm)
+    every = from_all(known, "the gradients' norm of all ranks")
     return torch.tensor(next(known for known in every if known is not None))
 
 
 def wait_for_all() -> None:
     """Wait for all ranks, as before one reads what the first wrote."""
     if dist.is_initialized():
-        dist.barrier()
+        with answered("all ranks"):
+            dist.barrier()
 
 
 def any_rank(said: bool, device: torch.device) -> bool:
@@ -85,5 +87,6 @@ def any_rank(said: bool, device: torch.device) -> bool:
     if not dist.is_initialized():
         return said
     anyone = torch.tensor(int(said), device=device)
-    dist.all_reduce(anyone, dist.ReduceOp.MAX)
+    with answered("what any rank says"):
+        dist.all_reduce(anyone, dist.ReduceOp.MAX)
     return bool(anyone)

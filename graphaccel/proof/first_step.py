@@ -31,6 +31,7 @@ from graphaccel.proof.locate import Difference, difference_at, locate
 from graphaccel.proof.recorded_draws import can_be_recorded
 from graphaccel.proof.results import Deviation, Results, kept_of
 from graphaccel.proof.sums import sums_of
+from graphaccel.runtime.execution.answers import from_first
 
 log = logging.getLogger("graphaccel.proof")
 
@@ -106,7 +107,7 @@ def prove_together(pair: Pair | str, ranks: int) -> Proof:
     built, graph = said[0], None
     if isinstance(built, Proof):
         graph, said[0] = built.graph, replace(built, graph=None)
-    dist.broadcast_object_list(said, 0)
+    said = [from_first(said[0], "the proof of the captured graph on rank 0")]
     if here is not None:
         raise here
     if isinstance(said[0], Exception):

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from graphaccel.compat.torch.optimizers import step_hooks
 from graphaccel.errors import UpdateDiffers
@@ -24,6 +23,7 @@ from graphaccel.progress import progress
 from graphaccel.proof.gate import MORE
 from graphaccel.proof.results import shown
 from graphaccel.proof.update_samples import Compared, Sample, Updated, chosen, compared
+from graphaccel.runtime.execution.answers import from_all
 from graphaccel.runtime.parameters.optimizer_copy import copy_of, shared_attribute
 from graphaccel.runtime.parameters.step_hooks import calls_closure_first, closure_of
 
@@ -106,8 +106,7 @@ class FirstUpdate:
         own = _Outcome(reason=self._reason) if self._reason else self._outcome(optimizer, samples)
         everyone: list[Any] = [own]
         if (mesh := self._updated.mesh).world > 1:
-            everyone = [None] * mesh.world
-            dist.all_gather_object(everyone, own, group=mesh.world_group)
+            everyone = from_all(own, "the first update of all ranks", mesh.world_group)
         self._seconds += time.perf_counter() - start
         self._conclude(type(optimizer).__name__, everyone)
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from graphaccel.capture.batch import Batch
@@ -20,6 +19,7 @@ from graphaccel.proof.first_step import prove_together
 from graphaccel.proof.planned import Expected, Given, Part, expect_together, parts_of
 from graphaccel.proof.results import Results
 from graphaccel.proof.rounding import rounding_together
+from graphaccel.runtime.execution.answers import from_all
 from graphaccel.runtime.mesh import Mesh
 from graphaccel.runtime.parameters.remote import RemoteTensor
 from graphaccel.runtime.parameters.sharded import local_of
@@ -214,9 +214,7 @@ class Gate:
         changed = isinstance(known.expected, str) or known.weights != _weights(model)
         if self._ranks == 1:
             return changed
-        everyone: list[Any] = [None] * self._ranks
-        dist.all_gather_object(everyone, changed)
-        return any(everyone)
+        return any(from_all(changed, "whether weights changed on any rank"))
 
     def _give_up(self, reason: str) -> None:
         progress("not proved", f"the plan's step: {reason}", 0.0)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from graphaccel.compiler.model import with_data
@@ -15,6 +14,7 @@ from graphaccel.proof.comparison import Pair
 from graphaccel.proof.eager_step import Subject
 from graphaccel.proof.first_step import room_for_weights
 from graphaccel.proof.layers import few_layers
+from graphaccel.runtime.execution.answers import from_first
 from graphaccel.runtime.module import own_forward
 from graphaccel.runtime.parameters.state import full_state
 from graphaccel.runtime.session import Session
@@ -40,7 +40,7 @@ def gathered(session: Session, model: nn.Module, pair: Pair | None) -> Pair | st
         names = {id(t): name for name, t in _tensors(skeleton) if id(t) in known}
         said = [reason or list(names.values())]
     if session.mesh.world > 1:
-        dist.broadcast_object_list(said, 0)
+        said = [from_first(said[0], "the weights that rank 0 compares")]
     if isinstance(said[0], str):
         return said[0]
     own = dict(_tensors(model))

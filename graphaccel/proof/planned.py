@@ -32,6 +32,7 @@ from graphaccel.proof.graph_step import GraphFailed
 from graphaccel.proof.overflow import refuse_overflow
 from graphaccel.proof.results import Results, shown
 from graphaccel.proof.sums import Sums, sums_of
+from graphaccel.runtime.execution.answers import from_all, from_first
 from graphaccel.runtime.mesh import Mesh
 from graphaccel.runtime.parameters.layout import ShardLayout
 
@@ -103,8 +104,7 @@ class Expected:
         """
         everyone: list[Any] = [mine]
         if mesh.world > 1:
-            everyone = [None] * mesh.world
-            dist.all_gather_object(everyone, mine, group=mesh.world_group)
+            everyone = from_all(mine, "the first step's results of all ranks", mesh.world_group)
         wrong, error = self._compared(everyone)
         if wrong:
             own = _own_errors(wrong, rounding)
@@ -319,7 +319,7 @@ def expect_together(
         except PlanDiffers as error:  # on all ranks: none may wait for another in the step
             said[0] = error
     if devices > 1:
-        dist.broadcast_object_list(said, 0)
+        said = [from_first(said[0], "the proof of the plan's step on rank 0")]
     if isinstance(said[0], PlanDiffers):
         raise said[0]
     return said[0]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from graphaccel.runtime.execution.answers import answered
 from graphaccel.runtime.mesh import Mesh
 from graphaccel.runtime.parameters.all_gradients import AllGradients
 from graphaccel.runtime.parameters.layout import ShardLayout
@@ -161,7 +162,8 @@ def _state(value: Any, layout: ShardLayout | None, part: _Part | None, place: to
         shape = value.shape if layout is None else layout.local_shape
         return value[part].clone() if value.dim() and value.shape == shape else value.clone()
     if layout is not None and layout.splits and value.dim() and value.shape == layout.local_shape:
-        return layout.gather(value).to(value.device)
+        with answered("all parts of the optimizer's state"):
+            return layout.gather(value).to(value.device)
     return value.clone()
 
 

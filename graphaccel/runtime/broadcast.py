@@ -21,18 +21,20 @@ from torch import nn
 
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.transport import packed, unpacked
-from graphaccel.errors import GraphMisuse, RankLost
+from graphaccel.errors import GraphMisuse
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.progress import progress
 from graphaccel.runtime import digest
 from graphaccel.runtime.deferred import share_record
-from graphaccel.runtime.execution.failures import cause_of
+from graphaccel.runtime.execution.answers import answered, from_all, from_first
 from graphaccel.runtime.init_tape import InitTape
 
 log = logging.getLogger("graphaccel.runtime")
 
 _LONGEST = timedelta(days=7)
 """That one rank captures and plans for all; its end closes the connections of the others."""
+
+_MODELS, _COMPARED = "the models of all ranks", "comparing models and batches"
 
 
 def same_on_all_ranks(
@@ -52,8 +54,7 @@ def same_on_all_ranks(
     """
     if count == 1:
         return
-    said: list[Any] = [None] * count
-    dist.all_gather_object(said, depends_on(model, None, None))
+    said = from_all(depends_on(model, None, None), _MODELS)
     if len(set(said)) > 1:
         other = next(rank for rank, described in enumerate(said) if described != said[0])
         raise GraphMisuse(
@@ -71,14 +72,15 @@ def same_on_all_ranks(
     with torch.no_grad():
         for tensor in tensors:
             data = tensor.detach().contiguous().to(device or tensor.device)
-            dist.broadcast(data, 0)
+            with answered("the weights of rank 0"):
+                dist.broadcast(data, 0)
             if data.data_ptr() != tensor.data_ptr():
                 tensor.copy_(data)
-    states: list[Any] = [(torch.random.get_rng_state(), random.getstate(), np.random.get_state())]
-    dist.broadcast_object_list(states, 0)
-    torch.random.set_rng_state(states[0][0])
-    random.setstate(states[0][1])
-    np.random.set_state(states[0][2])
+    states = (torch.random.get_rng_state(), random.getstate(), np.random.get_state())
+    states = from_first(states, "the random states of rank 0")
+    torch.random.set_rng_state(states[0])
+    random.setstate(states[1])
+    np.random.set_state(states[2])
 
 
 def refuse_other_weights(model: nn.Module, count: int) -> None:
@@ -106,8 +108,9 @@ def _ranks_that_differ(model: nn.Module, count: int) -> list[int]:
         return []
     here = digest.of_host(t for t in tensors if t.device.type == "cpu")
     there = [t for t in tensors if t.device.type != "cpu"]
-    said: list[Any] = [None] * count
-    dist.all_gather_object(said, (here, int(digest.of_device(there)) if there else 0))
+    said = from_all(
+        (here, int(digest.of_device(there)) if there else 0), "the weights of all ranks"
+    )
     return [rank for rank, values in enumerate(said) if values != said[0]]
 
 
@@ -150,8 +153,7 @@ def _share(
     count: it is for ranks that do not answer. Raises RankLost (GA501) where the one that makes it
     is gone.
     """
-    said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, (known, depends))
+    said = from_all((known, depends), _MODELS)
     if all(has for has, _ in said) or len({described for _, described in said}) > 1:
         return
     source = next((rank for rank, (has, _) in enumerate(said) if has), 0)
@@ -161,27 +163,15 @@ def _share(
         try:
             data[0] = make()
         finally:  # the others wait, even if this rank raises
-            dist.broadcast_object_list(data, source, group=patient)
+            with answered("the others, for which it captures and plans", done=_COMPARED):
+                dist.broadcast_object_list(data, source, group=patient)
     else:
-        try:
+        waiting, lost = f"the capture and plan of rank {source}", f"rank {source}"
+        with answered(waiting, done=_COMPARED, lost=lost):
             dist.broadcast_object_list(data, source, group=patient)
-        except RuntimeError as error:
-            raise _lost(source, error) from error
     dist.destroy_process_group(patient)
     if not known and dist.get_rank() != source and data[0] is not None:
         keep(data[0])
-
-
-def _lost(source: int, error: RuntimeError) -> RankLost:
-    """The error about the rank that captures and plans for all."""
-    return RankLost(
-        rank=dist.get_rank(),
-        stage=None,
-        lost=f"rank {source}",
-        last_action="comparing models and batches",
-        waiting_for=f"the capture and plan of rank {source}",
-        cause=cause_of(error),
-    )
 
 
 def depends_on(model: nn.Module, signature: object, loss: object) -> str:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from graphaccel.compat.torch import pytree
@@ -23,6 +22,7 @@ from graphaccel.compat.torch.fakes import FakeTensor, FakeTensorMode, UnknownVal
 from graphaccel.compat.torch.modes import TorchDispatchMode, without_modes
 from graphaccel.compat.torch.tensors import storage_key
 from graphaccel.errors import CannotInitialise, GraphMisuse
+from graphaccel.runtime.execution.answers import from_all, from_first
 from graphaccel.runtime.init_tape import InitCall, InitTape, TensorRef, ref_of
 
 aten = torch.ops.aten
@@ -161,10 +161,8 @@ def share_record(built: InitTape) -> None:
     Raises CannotInitialise (GA212) where the ranks built different models.
     """
     mine = built.digest()
-    sent: list[Any] = [mine, [s.numpy() for s in built.states()]]
-    dist.broadcast_object_list(sent, 0)
-    same: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(same, sent[0] == mine)
+    sent = from_first((mine, [s.numpy() for s in built.states()]), "the random states of rank 0")
+    same = from_all(sent[0] == mine, "the models of all ranks")
     if not all(same):
         ranks = ", ".join(str(i) for i, equal in enumerate(same) if not equal)
         raise CannotInitialise(

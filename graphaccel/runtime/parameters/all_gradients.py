@@ -22,6 +22,7 @@ from torch import Tensor
 
 from graphaccel.errors import GraphMisuse
 from graphaccel.kernels.multi_tensor.steps import MultiTensor
+from graphaccel.runtime.execution.answers import answered
 from graphaccel.runtime.loss_scale import LossScale
 from graphaccel.runtime.mesh import Mesh
 from graphaccel.runtime.parameters.remote import RemoteTensor
@@ -29,6 +30,9 @@ from graphaccel.runtime.parameters.sharded import ShardTensor, local_of
 from graphaccel.runtime.parameters.step_hooks import closure_of
 
 Optimizer = torch.optim.Optimizer
+
+
+_GRADIENTS = "the gradients' norm of all ranks"
 
 
 class AllGradients:
@@ -90,10 +94,12 @@ class AllGradients:
         for axes, some in sorted(sets.items()):
             squares = self._many.squares(some).to(total.device, dtype)
             if axes:
-                dist.all_reduce(squares, group=self._mesh.group(axes))
+                with answered(_GRADIENTS):
+                    dist.all_reduce(squares, group=self._mesh.group(axes))
             total = total + squares
         if self._mesh.pipeline > 1:
-            dist.all_reduce(total, group=self._mesh.pipeline_group)
+            with answered(_GRADIENTS):
+                dist.all_reduce(total, group=self._mesh.pipeline_group)
         return total.sqrt_()
 
     def clip(self, gradients: Iterable[Tensor]) -> None:

@@ -21,6 +21,7 @@ from graphaccel.compat.torch import pytree
 from graphaccel.compat.torch.modes import TorchDispatchMode
 from graphaccel.errors import ElsewhereNeeded, RankLost, Unsupported
 from graphaccel.errors.messages import line_of_script
+from graphaccel.runtime.execution.answers import answered
 from graphaccel.runtime.execution.lost_rank import first_line, is_connection
 from graphaccel.runtime.parameters.remote import RemoteTensor
 from graphaccel.runtime.parameters.sharded import ShardTensor, ShardView
@@ -119,7 +120,8 @@ class Reading:
         mesh = session.mesh
         if keep and mesh.world > 1:
             room = torch.tensor(_room(self._model, mesh.device), device=mesh.device).int()
-            dist.all_reduce(room, dist.ReduceOp.MIN)
+            with answered("the memory of all ranks"):
+                dist.all_reduce(room, dist.ReduceOp.MIN)
             keep = bool(room)
         self.active = True
         try:

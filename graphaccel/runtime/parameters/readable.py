@@ -7,17 +7,18 @@ holds a part, or nothing, has no memory of its values.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
-from graphaccel.errors import RankLost
 from graphaccel.errors.messages import line_of_script
-from graphaccel.runtime.execution.lost_rank import first_line, is_connection
+from graphaccel.runtime.execution.answers import unanswered
+from graphaccel.runtime.execution.lost_rank import is_connection
+
+T = TypeVar("T")
 
 
-def read_by_all(collective: Callable[[], torch.Tensor]) -> torch.Tensor:
+def read_by_all(collective: Callable[[], T]) -> T:
     """What a collective returns that a script's line asks for. Raises RankLost (GA501) where other
     ranks do not take part, as they do not in what is below `if rank == 0`."""
     try:
@@ -27,14 +28,8 @@ def read_by_all(collective: Callable[[], torch.Tensor]) -> torch.Tensor:
             raise
         line = line_of_script()
         where = "the script" if line is None else f"{line.file}:{line.line}"
-        raise RankLost(
-            rank=dist.get_rank(),
-            stage=None,
-            lost="another rank",
-            last_action="the step before",
-            waiting_for=f"all parts of a tensor, whose values {where} reads",
-            cause=first_line(error),
-        ) from error
+        waiting = f"all parts of a tensor, whose values {where} reads"
+        raise unanswered(error, waiting, "the step before") from error
 
 
 class Readable:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from graphaccel.compat.torch.tensors import data_of, no_torch_function, without_
 from graphaccel.errors import ElsewhereNeeded, PartOfModel
 from graphaccel.errors.messages import line_of_script
 from graphaccel.runtime.parameters.norms import resolve
-from graphaccel.runtime.parameters.readable import Readable
+from graphaccel.runtime.parameters.readable import Readable, read_by_all
 from graphaccel.runtime.parameters.sharded import check_same_kind, copied
 
 aten = torch.ops.aten
@@ -219,11 +220,15 @@ def _stack(func: Any, tensors: Sequence[torch.Tensor], remote: RemoteTensor) -> 
     missing = known.isnan()
     here = torch.tensor([not isinstance(t, RemoteTensor) for t in tensors]).to(missing)
     rows = torch.stack([known.masked_fill(missing, least), missing.to(wide), here.to(wide)])
-    dist.all_reduce(rows, op=dist.ReduceOp.MAX, group=remote.elsewhere.group)
+    read_by_all(partial(_largest, rows, remote))
     if not bool(rows[2].all()):
         raise _needed(func)
     values = rows[0].to(number)
     return values.masked_fill(rows[1] > 0, float("nan")) if number.is_floating_point else values
+
+
+def _largest(values: torch.Tensor, remote: RemoteTensor) -> None:
+    dist.all_reduce(values, op=dist.ReduceOp.MAX, group=remote.elsewhere.group)
 
 
 def _on_local(func: Any, args: tuple, kwargs: dict, remote: RemoteTensor) -> Any:
@@ -248,7 +253,7 @@ def _on_local(func: Any, args: tuple, kwargs: dict, remote: RemoteTensor) -> Any
         results = func(*(kept(a) for a in args), **{k: kept(v) for k, v in kwargs.items()})
     if "_amp_foreach_" in func.__name__ and _together(func, args[0], _of_all(args[0])):
         # whether all are finite: the same on every rank
-        dist.all_reduce(args[1], op=dist.ReduceOp.MAX, group=remote.elsewhere.group)
+        read_by_all(partial(_largest, args[1], remote))
     if writes or not func._schema.returns:
         return None
     collected = dict(zip(here, results or (), strict=True))

@@ -33,6 +33,7 @@ from graphaccel.compat.torch import pytree
 from graphaccel.compat.torch.tensors import data_of, without_storage
 from graphaccel.compat.torch.tensors import no_torch_function as _no_torch_function
 from graphaccel.errors import GraphMisuse, PartOfModel
+from graphaccel.runtime.execution.answers import answered
 from graphaccel.runtime.parameters.layout import ShardLayout
 from graphaccel.runtime.parameters.norms import PendingNorm, resolve
 from graphaccel.runtime.parameters.readable import Readable, read_by_all
@@ -293,7 +294,8 @@ def _unscaled(func: Any, tensors: Sequence[torch.Tensor], match: Any, scale: Any
     func([local_of(t) for t in tensors], match, scale)
     shards = [t for t in tensors if isinstance(t, ShardTensor)]
     for axes in sorted({t.sharding.axes for t in shards}):
-        dist.all_reduce(match, dist.ReduceOp.MAX, group=shards[0].sharding.mesh.group(axes))
+        with answered("whether the gradients of all ranks are finite"):
+            dist.all_reduce(match, dist.ReduceOp.MAX, group=shards[0].sharding.mesh.group(axes))
 
 
 def _each(func: Any, args: tuple, kwargs: dict) -> Any:

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from graphaccel.errors import GraphMisuse
+from graphaccel.runtime.execution.answers import answered
 from graphaccel.runtime.gloo import gather_rows
 from graphaccel.runtime.parameters.host import HostCopies
 from graphaccel.runtime.parameters.layout import ShardLayout
@@ -140,7 +141,8 @@ class ShardedOptimizer:
             if stepped.grad is not None and _is_full(parameter, layout):
                 to_gather.append(parameter)
             stepped.grad = None
-        self._gather(to_gather)
+        with answered("the parameters that other ranks updated"):
+            self._gather(to_gather)
 
     def _gather(self, parameters: Sequence[nn.Parameter]) -> None:
         """All-gather the full tensors of replicated parameters from the shards of all ranks: in

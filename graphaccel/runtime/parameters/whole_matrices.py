@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from graphaccel.errors import GraphMisuse, NotElementwise
+from graphaccel.runtime.execution.answers import answered
 from graphaccel.runtime.parameters.layout import ShardLayout
 from graphaccel.runtime.parameters.sharded import ShardTensor
 from graphaccel.runtime.parameters.step_hooks import StepHooks, closure_of
@@ -89,7 +90,8 @@ class WholeMatrixOptimizer:
             return value
         if (len(layout.shape), key) not in self._full:
             raise self._ambiguous(key, value, optimizer)
-        return layout.gather(value)
+        with answered("all parts of the optimizer's state"):
+            return layout.gather(value)
 
     def _restore(self, optimizer: Optimizer) -> None:
         """Restore groups and state to the user's parameters, and the state to shards."""
