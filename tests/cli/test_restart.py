@@ -130,7 +130,9 @@ def test_sigterm_saves_and_ends_with_an_exit_code_of_its_own(tmp_path: Path) -> 
 
 def test_a_run_that_is_asked_to_stop_before_it_can_save_is_not_restarted(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text("import os, time\nprint('pid', os.getpid(), flush=True)\ntime.sleep(60)\n")
+    script.write_text(
+        "import os, time\nos.write(1, f'pid {os.getpid()}\\n'.encode())\ntime.sleep(60)\n"
+    )
     run = _start("--devices", "2", "--all-output", "--max-restarts", "3", script)
     _pids(run, 2)
     run.send_signal(signal.SIGTERM)
