@@ -195,6 +195,7 @@ def _matched(path: Path, kinds: Mapping[str, Kind], model: nn.Module) -> dict[st
             missing=tuple(described(missing)),
             unexpected=tuple(described(unexpected)),
             changed=changed,
+            weights=True,
         )
     return names
 

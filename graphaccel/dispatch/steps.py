@@ -123,7 +123,12 @@ class Steps:
             return known
         run, planned = self._run, self._prepared.planned
         stored = self._prepared.stored
-        step, program = run.compiler.compile_evaluation(batch, planned, stored, training=training)
+        try:
+            step, program = run.compiler.compile_evaluation(
+                batch, planned, stored, training=training
+            )
+        except CaptureRefused as error:
+            raise shape_changed(planned.step, batch) or error from error
         check_indices(step, batch)
         run.gate.later(step, None, whole=False)
         compiled = compiled_evaluation(step, program, self._bounded(planned.plan))

@@ -74,13 +74,14 @@ class CheckpointDamaged(GraphAccelError):
 @dataclass(kw_only=True, eq=False, repr=False)
 class CheckpointDiffers(GraphAccelError):
     """A checkpoint of another model or optimizer. Each line names a tensor, and its shape where it
-    has one."""
+    has one. weights: it has weights alone, and no manifest."""
 
     code = "GA414"
     path: str
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     changed: tuple[str, ...] = ()
+    weights: bool = False
 
     def message(self) -> Message:
         parts = (
@@ -94,7 +95,10 @@ class CheckpointDiffers(GraphAccelError):
             details=tuple(details),
             why="a part of it would silently keep the values that it has now",
             help=(
-                "build the model and the optimizer as they were when it was saved; "
+                "build the model that these weights are of; the error's missing, unexpected and "
+                "changed list every tensor"
+                if self.weights
+                else "build the model and the optimizer as they were when it was saved; "
                 "its manifest.json lists every tensor",
             ),
         )

@@ -26,7 +26,7 @@ PLAIN = frozenset(
     "gantt inbox incumbent indivisible internal interrupted interval materialise "
     "microsoft mine misfit misuse mutate occupancy outbox packet patience pending perhaps plural "
     "positive presented postprocess reflected retain retry simplify skeleton spare spoil spoilt "
-    "tally tape timeline title tools translate unsteady upload verb waterfall".split()
+    "tally tape timeline title tools translate unsteady upload verb waterfall world".split()
 )
 """Plain words that no prose uses yet."""
 CODE = re.compile(

@@ -112,3 +112,27 @@ def test_a_forward_that_asks_whether_gradients_are_enabled(pool: Pool) -> None:
         assert "if self.training:" in str(text)
     for value in pool.run(2, _asked, Typed, True):
         assert value == pytest.approx(_asked(Asks, False), abs=1e-12)
+
+
+def _of_another_width(pins: dict[str, Any]) -> str:
+    """What the first evaluation says of a batch of another width; the next one is right."""
+    torch.manual_seed(0)
+    model = Masked()
+    graphaccel.optimize(model, check="off", **pins)
+    x, mask, labels = torch.randn(8, 4), torch.rand(8, 8), torch.randint(5, (8,))
+    model(x, mask, labels)[0].backward()
+    model.eval()
+    with torch.no_grad():
+        with pytest.raises(errors.BatchChanged) as caught:
+            model(x[:, :3], labels=labels)
+        model(x, labels=labels)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "pins", [{"pipeline": 2, "microbatches": 2}, {"data": 2, "zero": 3}], ids=["pipeline", "data"]
+)
+def test_another_width_is_no_graph_that_is_missing(pool: Pool, pins: dict[str, Any]) -> None:
+    for said in pool.run(2, _of_another_width, pins):
+        first = said.splitlines()[0]
+        assert first == "error[GA406]: shape of `args[0]` changed: captured with [b, 4], now [8, 3]"
