@@ -213,10 +213,10 @@ class Captures:
             observed = self._observed(at, training=False)
             with self._capturing():
                 built = partial(self._faked, at)
-                made = evaluation_step(step, built, self.model.loss_fn)
-            if made is not None:
-                made = self._noted(made, at, observed)
-                return made if self._serves(made, batch) else None
+                derived = evaluation_step(step, built, self.model.loss_fn)
+            if derived is not None:
+                derived = self._noted(derived, at, observed)
+                return derived if self._serves(derived, batch) else None
         return None
 
     def _serves(self, step: StepGraph, batch: Batch) -> bool:

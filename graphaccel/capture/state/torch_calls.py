@@ -177,7 +177,7 @@ _FLAGS: Mapping[Any, Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, bool
     F.scaled_dot_product_attention: _attention,
     F.multi_head_attention_forward: _multi_head,
 }
-"""Functions that are told whether the model is trained → what reads that of their arguments."""
+"""Functions with an argument for whether the model is trained → what reads it."""
 
 
 def _same(left: Any, right: Any) -> bool:
