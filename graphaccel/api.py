@@ -119,7 +119,7 @@ def optimize(
     Calling it runs the planned step, `loss.backward()` hands out the gradients (docs/training.md).
 
     optimizer: returned as the same object; its groups, schedulers and hooks stay valid.
-    devices: how many ranks. Default: the launcher's; without one, the script is started again.
+    devices: how many ranks. Default: the launcher's world size; else the script is started again.
     loss_fn: `loss_fn(output, target)`, where the model returns no loss; "outside": the script's.
     init_fn: makes a model on the meta device again; each rank initialises only what it holds.
     example_batch: a batch to plan for immediately. Default: the first training batch.

@@ -297,7 +297,8 @@ class Compiler:
         cluster = self.cluster_for(step, sizes)
         if not plan.rates:
             plan = replace(plan, rates=rates_of(cluster, plan))
-        target = Target(sizes, ort=self.regions.tools(plan, cluster, given))
+        tools = self.regions.tools(plan, cluster, given)
+        target = Target(sizes, ort=tools, device=cluster.device.type)
         checked = given is not None and given is not self.given  # another rank's
         plan, program = placed_programs(step, plan, target, self.path, checked=checked)
         chosen = self._routed(step, plan, batch, sizes, given)
@@ -345,6 +346,7 @@ class Compiler:
             parameter_shards=stored.parameter_shards,
             groups=stored.groups,
             ort=self.regions.tools(plan, planned.cluster, plan),
+            device=planned.cluster.device.type,
         )
 
     def compile_evaluation(
@@ -372,6 +374,7 @@ class Compiler:
             groups=stored.groups,
             ranks=plan.shards,
             ort=self.regions.tools(alone, planned.cluster, plan),
+            device=planned.cluster.device.type,
         )
 
 

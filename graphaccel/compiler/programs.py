@@ -35,6 +35,7 @@ class Target:
     groups: tuple[tuple[str, ...], ...] | None = None
     ranks: int | None = None
     ort: Tools | None = None
+    device: str = "cpu"
 
 
 def build(step: StepGraph, plan: Plan, **target: Any) -> StepProgram:
@@ -55,7 +56,7 @@ def placed_programs(
     run = partial(
         pipeline.build, step, sizes=target.sizes, homes=target.homes, gradients=target.gradients,
         parameter_shards=target.parameter_shards, groups=target.groups, ranks=target.ranks,
-        ort=target.ort,
+        ort=target.ort, device=target.device,
     )  # fmt: skip
     if plan.axis_placements:
         if not checked:

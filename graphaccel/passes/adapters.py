@@ -184,7 +184,10 @@ def run_chunk_loss(c: Context) -> Context:
 
 
 def run_select_matmul_backend(c: Context) -> Context:
-    """On each program alone, including the separate weight-gradient programs."""
+    """On each program alone, including the separate weight-gradient programs; what runs on a GPU
+    has none of oneDNN's ops."""
+    if c.device != "cpu":
+        return c
     weights = tuple(select_matmul_backend(program) for program in c.weights)
     return replace(_each(c, select_matmul_backend), weights=weights)
 

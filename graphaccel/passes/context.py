@@ -38,8 +38,8 @@ class Fixed:
 class Context:
     """The inputs of a run, and the results of the passes so far.
 
-    step, plan, sizes, gradients, fixed, ort: as `pipeline.build` takes them; the first passes
-    rewrite the step.
+    step, plan, sizes, gradients, fixed, ort, device: as `pipeline.build` takes them; the first
+    passes rewrite the step.
     local: the step of one microbatch of one data rank. axes: its graph on one rank of the tensor,
     context and expert axes, rewritten in place from then on.
     owned, unsharded: parameter → what ZeRO shards of it, or why it stays replicated.
@@ -56,6 +56,7 @@ class Context:
     gradients: bool = True
     fixed: Fixed = Fixed()
     ort: Tools | None = None
+    device: str = "cpu"
     local: LocalStep | None = None
     axes: LocalGraph | None = None
     owned: Mapping[str, Owned] = field(default_factory=dict)

@@ -189,6 +189,7 @@ def build(
     groups: tuple[tuple[str, ...], ...] | None = None,
     ranks: int | None = None,
     ort: Tools | None = None,
+    device: str = "cpu",
 ) -> StepProgram:
     """Rewrite a captured step as the plan says: one program a stage.
 
@@ -197,13 +198,13 @@ def build(
     parameter_shards: how parameters are already sharded, where another program of theirs runs.
     groups: the groups in which those sharded over data are stored. ranks: over which ZeRO shards,
     for an evaluation, whose plan has no data axis. ort: what placing ONNX Runtime regions needs,
-    where the plan has some.
+    where the plan has some. device: the type of device that runs it, as "cuda".
 
     Raises: BadPin (GA202), SplitRefused (GA207), TooManyStages (GA203).
     """
     run = Runner(plan, PIPELINE)
     fixed = Fixed(homes, parameter_shards, groups, ranks)
-    context = run_replicated(run, Context(step, plan, sizes, gradients, fixed, ort))
+    context = run_replicated(run, Context(step, plan, sizes, gradients, fixed, ort, device=device))
     for name, content in region_models(context.programs).items():
         run.write(f"{name}.onnx", content)
     for program in context.programs:

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from graphaccel.capture.batch import flatten_call
+from graphaccel.capture.batch import Batch, flatten_call
 from graphaccel.capture.stepgraph import capture
+from graphaccel.compiler.programs import build
 from graphaccel.ir.program import StageProgram
 from graphaccel.ir.text import target_text
 from graphaccel.passes import select_matmul_backend as module
@@ -94,3 +95,18 @@ def test_where_mkl_is_fast_all_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     program = _program(*_model(torch.float32))
     before = _counts(program)
     assert _counts(select_matmul_backend(program)) == before
+
+
+@pytest.mark.parametrize(("device", "exchanged"), [("cpu", True), ("cuda", False)])
+def test_what_runs_on_a_gpu_has_no_op_of_the_cpu_that_plans(
+    device: str, exchanged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "mkl_is_slow", lambda: True)
+    step = capture(*_captured(torch.float32))
+    (stage,) = build(step, Plan(1, batch=ROWS), device=device).stages
+    assert ("mkldnn._linear_pointwise" in _counts(stage)) is exchanged
+
+
+def _captured(dtype: torch.dtype) -> tuple[nn.Module, Batch]:
+    model, x = _model(dtype)
+    return model, flatten_call((x,), {})
