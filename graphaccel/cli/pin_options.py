@@ -56,7 +56,7 @@ def pin_pairs(text: str) -> dict[str, Any]:
         elif pin is not None and pin.kind == "stages":
             results[name] = dict(_stage(piece) for piece in value.split("+"))
         elif pin is not None and pin.kind == "switch":
-            results[name] = _WORDS.get(value, value)
+            results[name] = _WORDS.get(value.lower(), value)
         else:
             results[name] = int(value) if value.lstrip("-").isdecimal() else value
     return results

@@ -121,7 +121,7 @@ CHOICES = (
 )
 SHOWN = (
     "--format json --measure 3 --explain --why-not pipeline=4,recompute=none --why-not "
-    "data=-1 --why-not sequence=false --why-not recompute=h.0+h.1,ort=off --why-not "
+    "data=-1 --why-not sequence=False --why-not recompute=h.0+h.1,ort=off --why-not "
     "bucket_bytes=1MiB,fusions=gelu,order=data+pipeline"
 )
 
