@@ -6,10 +6,13 @@ What a rank can not do with the files it is given, or a plan that does not fit, 
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import TracebackType
 
+from graphaccel.errors import GraphAccelError
 from graphaccel.runtime.launch import STOPPED_FILE
 
 _SECONDS, _PAUSE = 3.0, 0.05
@@ -34,3 +37,14 @@ def said_by_first(text: str, environment: Mapping[str, str] = os.environ) -> boo
     while not file.exists() and time.monotonic() < end:
         time.sleep(_PAUSE)
     return file.exists() and file.read_text() == text
+
+
+def say_errors_once() -> None:
+    """From now on end this process without a traceback for an error that the first rank says."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not (isinstance(error, GraphAccelError) and said_by_first(str(error))):
+            before(kind, error, trace)
+
+    sys.excepthook = hook

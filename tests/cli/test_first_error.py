@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
 from graphaccel.cli.main import main
+from graphaccel.errors import GraphMisuse
 from graphaccel.runtime import first_error
+from graphaccel.runtime.first_error import say_errors_once
 from graphaccel.runtime.launch import STOPPED_FILE
 
 WRONG = ["train", "--task", "causal-lm", "--model", "gpt2", "--data", "a", "--lr", "2"]
@@ -40,3 +43,17 @@ def test_another_rank_says_what_the_first_does_not(
     assert "error[GA418]" in said(1, monkeypatch, capsys)
     monkeypatch.delenv(STOPPED_FILE)
     assert "error[GA418]" in said(1, monkeypatch, capsys)
+
+
+def test_a_script_ends_with_the_traceback_of_the_first_rank_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shown = []
+    monkeypatch.setattr(sys, "excepthook", lambda *given: shown.append(given[1]))
+    say_errors_once()
+    own, other = GraphMisuse(what="the same"), ValueError("torch's")
+    for rank, error in ((0, own), (1, own), (1, other), (1, GraphMisuse(what="another"))):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        sys.excepthook(type(error), error, None)
+    assert [str(error) for error in shown[:2]] == [str(own), "torch's"]
+    assert len(shown) == 3

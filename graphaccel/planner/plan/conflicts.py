@@ -46,18 +46,18 @@ def agreeing_pins(
 
     try:
         return read_pins(given, step, devices, batch, limits)
-    except BadPin as error:
+    except BadPin:
         free = {name: value for name, value in given.items() if name not in standing}
         names = conflict(free, check)
         core = {name: given[name] for name in names}
         problem = check(core)
         assert isinstance(problem, BadPin)
         if len(names) < 2:
-            raise problem from error
+            raise problem from None
         results = {name: tuple(_instead(core, name, devices, batch, check)) for name in names}
         raise ConflictingPins(
             pins=core, devices=devices, reason=problem.reason, instead=results
-        ) from error
+        ) from None
 
 
 def conflict(pins: Mapping[str, object], check: Check) -> tuple[str, ...]:
