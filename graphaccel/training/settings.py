@@ -240,8 +240,10 @@ def settings_of(
     """
     said, pins = _of_file(file) if file is not None else ({}, {})
     names = [setting.name for setting in dataclasses.fields(Settings)]
+    fields = [*said.get("model_settings", ()), *getattr(arguments, "model_settings", ())]
     said |= {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
-    for name in ("data", "validation", "model_settings"):
+    said["model_settings"] = tuple(dict(fields).items())  # field by field
+    for name in ("data", "validation"):
         said[name] = tuple(said.get(name, ()))
     for name, option in (("task", "--task causal-lm"), ("model", "--model gpt2")):
         if not said.get(name):

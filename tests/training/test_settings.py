@@ -47,6 +47,15 @@ def test_a_file_gives_settings_and_pins_and_the_command_line_goes_before_it(tmp_
     assert pins == {"pipeline": 2}
 
 
+def test_a_field_that_is_typed_leaves_the_others_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "task: causal-lm\nmodel: gpt2\ndata: [a.jsonl]\nmodel_settings: {n_layer: 2, n_embd: 64}\n"
+    )
+    settings, _ = read("--set", "n_layer=1", "--set", "n_head=2", file=file)
+    assert settings.model_settings == (("n_layer", "1"), ("n_embd", "64"), ("n_head", "2"))
+
+
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 reads no TOML")
 def test_a_file_may_be_toml(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
