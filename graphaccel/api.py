@@ -54,7 +54,7 @@ from graphaccel.planner.plan.plan import Plan
 from graphaccel.runtime.broadcast import same_on_all_ranks
 from graphaccel.runtime.deferred import initial_values
 from graphaccel.runtime.environment import join_job
-from graphaccel.runtime.first_error import say_errors_once
+from graphaccel.runtime.first_error import report_errors_once
 from graphaccel.runtime.inductor.compile import here
 from graphaccel.runtime.init_tape import InitTape
 from graphaccel.runtime.launch import check_devices, ensure_launched
@@ -358,7 +358,7 @@ def _start(count: int, timeout: float) -> torch.device:
     if count > 1 and not dist.is_initialized():
         with meeting_by_variables(os.environ, timeout):
             dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout))
-        say_errors_once()  # behind torch's hook, which names the rank
+        report_errors_once()  # behind torch's hook, which names the rank
         atexit.register(_leave)
     return device
 

@@ -39,7 +39,7 @@ def said_by_first(text: str, environment: Mapping[str, str] = os.environ) -> boo
     return file.exists() and file.read_text() == text
 
 
-def say_errors_once() -> None:
+def report_errors_once() -> None:
     """From now on end this process without a traceback for an error that the first rank says."""
     before = sys.excepthook
 

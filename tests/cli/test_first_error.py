@@ -10,7 +10,7 @@ import pytest
 from graphaccel.cli.main import main
 from graphaccel.errors import GraphMisuse
 from graphaccel.runtime import first_error
-from graphaccel.runtime.first_error import say_errors_once
+from graphaccel.runtime.first_error import report_errors_once
 from graphaccel.runtime.launch import STOPPED_FILE
 
 WRONG = ["train", "--task", "causal-lm", "--model", "gpt2", "--data", "a", "--lr", "2"]
@@ -50,7 +50,7 @@ def test_a_script_ends_with_the_traceback_of_the_first_rank_alone(
 ) -> None:
     shown = []
     monkeypatch.setattr(sys, "excepthook", lambda *given: shown.append(given[1]))
-    say_errors_once()
+    report_errors_once()
     own, other = GraphMisuse(what="the same"), ValueError("torch's")
     for rank, error in ((0, own), (1, own), (1, other), (1, GraphMisuse(what="another"))):
         monkeypatch.setenv("LOCAL_RANK", str(rank))
