@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
@@ -43,6 +44,7 @@ from graphaccel.compiler.device_move import on_device
 from graphaccel.compiler.model import as_batch, check_supported, model_of
 from graphaccel.dispatch.optimizers import keeping_parameters_whole
 from graphaccel.dispatch.run import Run, RunSettings
+from graphaccel.dispatch.uncaught import ExplainedMemory
 from graphaccel.errors import GraphMisuse
 from graphaccel.optimized_model import Handle
 from graphaccel.planner.cluster.catalogue import cluster as named_cluster
@@ -191,6 +193,7 @@ def _attach(run: Run, initial: InitTape | None, example_batch: Any) -> None:
             handle.prepare(as_batch(example_batch), same_weights)
     attach(run.model, handle, handle.run, handle.state_dict, handle.has_all, handle.generating)
     handle.watch_steps()
+    sys.excepthook = ExplainedMemory(weakref.ref(handle), device)
 
 
 def plan(

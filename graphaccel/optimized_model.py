@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -370,8 +369,7 @@ class Handle:
             result = session.step(compiled, leaves)
         except DeviceOutOfMemory as error:
             assert self.steps is not None
-            now = replace(prepared, memory=self.steps.memory)
-            raise now.beside_prediction(error, run.compiler) from error.__cause__
+            raise self.steps.beside_prediction(error) from error.__cause__
         run.gate.spoilt(result.overflow)
         given = partial(step_results, run, prepared, result, compiled.program)
         run.gate.check(given, session.mesh)

@@ -15,6 +15,8 @@ from graphaccel.errors import CheckpointDamaged, GraphMisuse
 from graphaccel.progress import progress
 
 _STEP = re.compile(r"step-[0-9]{8,}(\.[0-9]+)?")
+LATEST = "latest"
+"""The name of the link to the newest complete checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,8 @@ def newest(root: Path) -> CompleteCheckpoint | None:
 
 
 def is_step(path: Path) -> bool:
-    """Whether a path has the name of one checkpoint."""
-    return _STEP.fullmatch(path.name) is not None
+    """Whether a path has the name of one checkpoint, or is the link to the newest."""
+    return _STEP.fullmatch(path.name) is not None or (path.name == LATEST and path.is_symlink())
 
 
 def is_there(path: Path) -> bool:
@@ -102,6 +104,18 @@ def open_step(root: Path, step: int, lock: FolderLock) -> tuple[Path, int]:
         folder = root / f"{name}.{attempt}"
         attempt += 1
     return folder, (result[-1].manifest.number if result else 0) + 1
+
+
+def link_latest(root: Path, folder: Path) -> None:
+    """Make `latest` a link to a complete checkpoint, for what reads the folder from outside. Where
+    that is not possible a line says so: `load` does not need it."""
+    new = root / f".{LATEST}.part"
+    try:
+        new.unlink(missing_ok=True)
+        new.symlink_to(folder.name)
+        new.replace(root / LATEST)
+    except OSError as error:
+        progress("no link", f"{root / LATEST}: {error.strerror or error}", 0.0)
 
 
 def keep_last(root: Path, count: int | None) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from graphaccel.checkpoint.folders import complete, keep_last, open_step
+from graphaccel.checkpoint.folders import complete, keep_last, link_latest, open_step
 from graphaccel.checkpoint.lock import NAME as LOCK
 from graphaccel.checkpoint.lock import FolderLock
 from graphaccel.checkpoint.manifest import Manifest, checksum
@@ -126,6 +126,7 @@ class Job:
         Manifest(
             number, self.step, ranks, version, own, self.plan, tensors, files, checksums
         ).write(folder)  # fmt: skip
+        link_latest(self.root, folder)
         keep_last(self.root, self.keep)
 
 

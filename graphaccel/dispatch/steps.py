@@ -17,7 +17,7 @@ from graphaccel.dispatch.compiled import compiled_evaluation, compiled_training
 from graphaccel.dispatch.run import Prepared, Run, dtypes_of
 from graphaccel.dispatch.together import capture_together
 from graphaccel.dispatch.variants import Variant, Variants
-from graphaccel.errors import BatchChanged, CaptureRefused
+from graphaccel.errors import BatchChanged, CaptureRefused, DeviceOutOfMemory
 from graphaccel.errors.messages import format_bytes
 from graphaccel.ir.program import StepProgram
 from graphaccel.planner.plan.plan import Plan
@@ -44,6 +44,11 @@ class Steps:
         planned = self._prepared.planned
         compiled = compiled_training(planned.step, planned.program, self._bounded(planned.plan))
         return self._add(_training_key(batch), batch, planned.step, compiled, example=example)
+
+    def beside_prediction(self, error: DeviceOutOfMemory) -> DeviceOutOfMemory:
+        """The error with what was predicted for this rank."""
+        now = replace(self._prepared, memory=self.memory)
+        return now.beside_prediction(error, self._run.compiler)
 
     def completed(self, batch: Batch) -> Completed | None:
         """How a training batch that the plan cannot split evenly is completed, if it is one. The

@@ -63,6 +63,29 @@ def test_of_a_link_the_link_is_removed(tmp_path: Path) -> None:
     assert _holds(elsewhere / "step-00000001", 1.0)
 
 
+def test_latest_follows_the_newest_complete_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (1, 2, 3):
+        graphaccel.save(tmp_path, _model(step), step=step, keep=1)
+        assert os.readlink(tmp_path / "latest") == f"step-{step:08d}"
+        assert _holds(tmp_path / "latest", step)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", refuse)
+    with pytest.raises(errors.CheckpointNotSaved):
+        graphaccel.save(tmp_path, _model(4.0), step=4)
+    assert _holds(tmp_path / "latest", 3.0)
+    monkeypatch.undo()
+    monkeypatch.setattr(Path, "symlink_to", refuse)  # a file system without links
+    capsys.readouterr()
+    graphaccel.save(tmp_path, _model(5.0), step=5)
+    assert f"{tmp_path}/latest: No space left on device" in capsys.readouterr().err
+    assert _holds(tmp_path, 5.0)
+
+
 def test_two_runs_that_save_at_once_are_both_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

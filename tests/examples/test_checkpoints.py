@@ -41,7 +41,7 @@ def test_it_resumes_where_it_stopped_under_another_plan(
     _leave_half(root / "step-00000003", root / "step-00000005")
     more = ("--pipeline=1", "--zero=3", f"--export={tmp_path / 'several'}")
     got += losses(run_ranks(SCRIPT, *two, *more))
-    complete = sorted(path.parent.name for path in root.glob("*/manifest.json"))
+    complete = sorted(path.parent.name for path in root.glob("step-*/manifest.json"))
     assert complete == ["step-00000005", "step-00000006"]  # two are kept
     assert len(expected) == 6
     assert got == pytest.approx(expected, abs=1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -75,6 +76,38 @@ def test_the_pins_that_are_named_need_less(monkeypatch: pytest.MonkeyPatch) -> N
     graphaccel.optimize(other, optimizer, devices=1, check="off", example_batch=batch, **error.pins)
     mine, theirs = (m.graphaccel.predicted_peak_bytes for m in (model, other))
     assert theirs < 0.95 * mine
+
+
+class Full(torch.optim.SGD):
+    """Its state does not fit."""
+
+    def step(self, closure: Any = None) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+@pytest.mark.parametrize(
+    ("fails", "doing"),
+    [(False, "the optimizer's step"), (True, "the script's own code")],
+)
+def test_outside_of_a_step_the_prediction_is_said_behind_the_error(
+    fails: bool, doing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    for _ in range(2):  # of several models it is said once
+        model = Classifier()
+        optimizer = Full(model.parameters(), lr=0.1)
+        graphaccel.optimize(model, optimizer, devices=1, example_batch=small_batch())
+    with pytest.raises((torch.OutOfMemoryError, RuntimeError)) as caught:
+        torch.empty(1 << 60) if fails else optimizer.step()
+    assert not isinstance(caught.value, errors.GraphAccelError)
+    capsys.readouterr()
+    sys.excepthook(caught.type, caught.value, caught.value.__traceback__)
+    said = capsys.readouterr().err
+    assert said.count("error[GA502]") == 1
+    assert said.index("Traceback") < said.index(f"GA502]: stage 0 ran out of memory during {doing}")
+    assert "predicted" in said
+    sys.excepthook(ValueError, ValueError("another"), None)
+    assert "GA502" not in capsys.readouterr().err
 
 
 def test_no_pin_is_named_where_none_helps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,10 +16,12 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
-def out_of_memory(action: Action | None, device: torch.device) -> DeviceOutOfMemory:
-    """The error, without what was predicted. action: which one ran."""
+def out_of_memory(
+    action: Action | None, device: torch.device, doing: str = "the end of a step"
+) -> DeviceOutOfMemory:
+    """The error, without what was predicted. action: which one ran; doing: what did where none."""
     stage = 0 if action is None else action.stage
-    doing = "the end of a step" if action is None else described(action)
+    doing = doing if action is None else described(action)
     return DeviceOutOfMemory(
         stage=stage,
         action=doing.removesuffix(f", stage {stage}"),
