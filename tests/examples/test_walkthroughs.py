@@ -11,12 +11,14 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
+from graphaccel.cli.main import main
 from graphaccel.training.models import make_model, read_config
 from graphaccel.training.settings import model_task, settings_of
 
@@ -26,7 +28,19 @@ WALKTHROUGHS = (
     "bert", "gpt2_pretrain", "llama_lora", "moe", "own_layers", "seq2seq", "vision"
 )  # fmt: skip
 SHORT = ("llama_lora",)
-"""The others train longer, or on more processes."""
+"""The others train longer, or on more processes; of them a few steps are run in any case."""
+STEPS = ("--steps", "2", "--eval-batches", "1", "--global-batch", "4", "--log-interval", "1")
+FEW_STEPS = {
+    "bert/small.yaml": ("--set", "num_hidden_layers=1"),
+    "gpt2_pretrain/small.yaml": ("--set", "n_layer=1"),
+    "moe/small.yaml": ("--warmup-steps", "1", "--set", "num_hidden_layers=1"),
+    "seq2seq/small.yaml": (
+        "--warmup-steps", "1", "--set", "num_layers=1", "--set", "num_decoder_layers=1"
+    ),
+    "vision/small_resnet.yaml": (
+        "--warmup-steps", "1", "--set", "hidden_sizes=[8]", "--set", "depths=[1]"
+    ),
+}  # fmt: skip
 PROGRAMS = {"python": [sys.executable], "graphaccel": [sys.executable, "-m", "graphaccel"]}
 BILLION = 1e9
 FULL = {
@@ -87,6 +101,51 @@ def test_what_one_types_first_runs_and_learns(name: str, tmp_path: Path) -> None
     assert trained >= 1
     if name == "gpt2_pretrain":
         assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.slow
+def test_a_few_steps_of_each(
+    run_here: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files and scripts, with one layer, in this process."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TQDM_DISABLE", "1")
+    for kind, file in (
+        ("text", "text.jsonl"),
+        ("pairs", "pairs.jsonl"),
+        ("pictures", "pictures.npz"),
+    ):
+        run_here("corpus.py", kind, file)
+    run_here(
+        "gpt2_pretrain/tokenizer.py",
+        "text.jsonl",
+        "--vocabulary",
+        "512",
+        "--output",
+        "tokenizer.json",
+    )
+    for file, words in FEW_STEPS.items():
+        assert main(["train", "--config", str(EXAMPLES / file), *STEPS, *words]) == 0
+        settings = yaml.safe_load((EXAMPLES / file).read_text())
+        logged = Path(settings["metrics"]).read_text().splitlines()
+        assert sum('"loss"' in line for line in logged) == 2
+    generate = ("--model", "gpt2/model", "--num-samples", "1", "--out-seq-length", "2")
+    assert run_here("gpt2_pretrain/generate.py", *generate)
+    own = run_here("own_layers/train.py", "--blocks", "1", "--width", "16", "--steps", "2")
+    assert len(losses(own)) == 2
+
+
+def test_at_most_two_lines_of_a_script_change() -> None:
+    page = (ROOT / "docs/integrations.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```diff\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 3
+    for block in blocks:
+        added = re.findall(r"^\+(.*)$", block, re.MULTILINE)
+        assert 1 <= len(added) <= 2
+        for line in added:
+            compile(line, "page", "exec")
+            if line.startswith("from "):
+                exec(line, {})
 
 
 @pytest.mark.parametrize("file", FULL)
