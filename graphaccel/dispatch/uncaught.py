@@ -45,8 +45,8 @@ class ExplainedMemory:
         ours = isinstance(error, GraphAccelError) or not isinstance(error, RuntimeError)
         if steps is None or ours or not is_out_of_memory(error):
             return
-        found = out_of_memory(None, self._device, _doing(trace))
-        print(steps.beside_prediction(found), file=sys.stderr)
+        explained = out_of_memory(None, self._device, _doing(trace))
+        print(steps.beside_prediction(explained), file=sys.stderr)
 
 
 def _doing(trace: TracebackType | None) -> str:
