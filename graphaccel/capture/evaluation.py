@@ -39,11 +39,16 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def evaluation_step(
-    step: StepGraph, built: Callable[[bool], tuple[nn.Module, Batch]], loss_fn: LossFn
+    step: StepGraph,
+    built: Callable[[bool], tuple[nn.Module, Batch]],
+    loss_fn: LossFn,
+    *,
+    symbolic: bool = True,
 ) -> StepGraph | None:
     """The step in evaluation mode; None where it is not the training step without dropout,
     normalised by running statistics.
 
+    symbolic: whether it serves other sizes of the batch; a step for its own takes half the time.
     built: called with whether it is to train, returns the fake model, always with the same
       parameters, and a fake batch of the sizes that the step was captured with.
     """
@@ -67,14 +72,16 @@ def evaluation_step(
     except NotRepeated:
         return None
     answers: Answers = {}
-    return replace(of_few(step, lambda one: _evaluated(one, answers)), training=False)
+    derived = of_few(step, lambda one: _evaluated(one, answers, symbolic))
+    return replace(derived, training=False)
 
 
-def _evaluated(step: StepGraph, answers: Answers) -> StepGraph:
+def _evaluated(step: StepGraph, answers: Answers, symbolic: bool) -> StepGraph:
+    others = step.others if symbolic else ()
     return assemble(
         in_evaluation(step.forward),
-        tuple((symbol, size, in_evaluation(other)) for symbol, size, other in step.others),
-        step.sizes,
+        tuple((symbol, size, in_evaluation(other)) for symbol, size, other in others),
+        step.sizes if symbolic else {},
         step.batch_dims,
         step.tied,
         step.trainable,

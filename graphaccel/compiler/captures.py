@@ -176,7 +176,7 @@ class Captures:
         self, batch: Batch, training: bool, others: Sequence[StepGraph], *, symbolic: bool
     ) -> StepGraph:
         """Capture anew. others: cached steps that only the current Python state rules out."""
-        derived = None if training or others else self._derived(batch)
+        derived = None if training or others else self._derived(batch, symbolic=symbolic)
         if derived is not None:
             return derived
         if others:
@@ -201,10 +201,10 @@ class Captures:
         self.steps[(batch.signature(), step.training, len(self.steps))] = step
         return step
 
-    def _derived(self, batch: Batch) -> StepGraph | None:
+    def _derived(self, batch: Batch, *, symbolic: bool = True) -> StepGraph | None:
         """The evaluation step that a captured training step becomes; None where that does not tell
         what this batch needs."""
-        for step, _ in self._fitting_steps(batch, True, frozenset()):
+        for step, sizes in self._fitting_steps(batch, True, frozenset()):
             guards = self.guards(step, batch)
             same = guards.hold() or all(c.place.key == "training" for c in guards.changes())
             if not same or guards.numbers or self.asked:
@@ -212,8 +212,8 @@ class Captures:
             at = resized_to(step, batch, step.sizes)
             observed = self._observed(at, training=False)
             with self._capturing():
-                built = partial(self._faked, at)
-                derived = evaluation_step(step, built, self.model.loss_fn)
+                built, various = partial(self._faked, at), symbolic or sizes != step.sizes
+                derived = evaluation_step(step, built, self.model.loss_fn, symbolic=various)
             if derived is not None:
                 derived = self._noted(derived, at, observed)
                 return derived if self._serves(derived, batch) else None

@@ -143,6 +143,20 @@ def test_derived_for_batches_of_another_size(monkeypatch: pytest.MonkeyPatch) ->
     assert again is step
 
 
+def test_a_first_evaluation_is_derived_at_its_own_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Net(nn.Dropout(0.5))
+    captures = Captures(model_of(model, None, None, "cpu"))
+    captures.of(flatten_call(*as_call(batch(4))))
+    calls = exports(monkeypatch)
+    model.eval()
+    step, sizes = captures.of(flatten_call(*as_call(batch(4))), training=False, fixed=True)
+    assert sizes == {}
+    other, sizes = captures.of(flatten_call(*as_call(batch(6))), training=False, fixed=True)
+    assert [*sizes.values()] == [6]
+    assert other is not step
+    assert not calls
+
+
 def other_branch(model: nn.Module, h: Tensor) -> Tensor:
     return h.relu() if model.training else h.tanh()
 
