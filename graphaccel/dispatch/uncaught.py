@@ -42,8 +42,9 @@ class ExplainedMemory:
         self._before(kind, error, trace)
         holder = self._holder()
         steps = None if holder is None else holder.steps
-        ours = isinstance(error, GraphAccelError) or not isinstance(error, RuntimeError)
-        if steps is None or ours or not is_out_of_memory(error):
+        if steps is None or isinstance(error, GraphAccelError):
+            return
+        if not (isinstance(error, RuntimeError) and is_out_of_memory(error)):
             return
         explained = out_of_memory(None, self._device, _doing(trace))
         print(steps.beside_prediction(explained), file=sys.stderr)
