@@ -80,6 +80,13 @@ DERIVED: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
 }
 
 
+def captured(model: nn.Module, inputs: dict[str, Tensor]) -> Captures:
+    """The captures of a model, with that of its training step."""
+    captures = Captures(model_of(model, None, None, "cpu"))
+    captures.of(flatten_call(*as_call(inputs)))
+    return captures
+
+
 def exports(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Gets an entry for each export."""
     calls: list[int] = []
@@ -116,8 +123,7 @@ def test_derived_without_an_export(name: str, monkeypatch: pytest.MonkeyPatch) -
     moved(model)
     expected_buffers = {n: b.clone() for n, b in model.named_buffers()}
     inputs = given()
-    captures = Captures(model_of(model, None, None, "cpu"))
-    captures.of(flatten_call(*as_call(inputs)))
+    captures = captured(model, inputs)
     calls = exports(monkeypatch)
     model.eval()
     step, _ = captures.of(flatten_call(*as_call(inputs)), training=False)
@@ -132,8 +138,7 @@ def test_derived_without_an_export(name: str, monkeypatch: pytest.MonkeyPatch) -
 
 def test_derived_for_batches_of_another_size(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Net(nn.Dropout(0.5))
-    captures = Captures(model_of(model, None, None, "cpu"))
-    captures.of(flatten_call(*as_call(batch(4))))
+    captures = captured(model, batch(4))
     calls = exports(monkeypatch)
     model.eval()
     step, sizes = captures.of(flatten_call(*as_call(batch(10))), training=False)
@@ -145,8 +150,7 @@ def test_derived_for_batches_of_another_size(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_first_evaluation_is_derived_at_its_own_size(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Net(nn.Dropout(0.5))
-    captures = Captures(model_of(model, None, None, "cpu"))
-    captures.of(flatten_call(*as_call(batch(4))))
+    captures = captured(model, batch(4))
     calls = exports(monkeypatch)
     model.eval()
     step, sizes = captures.of(flatten_call(*as_call(batch(4))), training=False, fixed=True)
@@ -196,8 +200,7 @@ def test_captured_anew_where_evaluation_computes_something_else(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = ANEW[name]()
-    captures = Captures(model_of(model, None, None, "cpu"))
-    captures.of(flatten_call(*as_call(batch(4))))
+    captures = captured(model, batch(4))
     calls = exports(monkeypatch)
     model.eval()
     rows = batch(10)
@@ -209,8 +212,7 @@ def test_captured_anew_where_evaluation_computes_something_else(
 @pytest.mark.parametrize("between", [dropout_in_both, one_dropout_in_both])
 def test_dropout_that_evaluation_has_too_stays(between: Any, monkeypatch: Any) -> None:
     model = Net(between)
-    captures = Captures(model_of(model, None, None, "cpu"))
-    captures.of(flatten_call(*as_call(batch())))
+    captures = captured(model, batch())
     calls = exports(monkeypatch)
     model.eval()
     step, _ = captures.of(flatten_call(*as_call(batch())), training=False)

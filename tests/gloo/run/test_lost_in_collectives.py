@@ -41,7 +41,7 @@ def _site(name: str) -> str:
 
 @contextmanager
 def _watched(seen: list[str], failing: str) -> Iterator[None]:
-    """Notes which collectives are called; the one at `failing` is told that the peer is gone."""
+    """Notes which collectives are called; the one at `failing` fails as where the peer is gone."""
 
     def watched(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def collective(*args: Any, **kwargs: Any) -> Any:
