@@ -133,7 +133,10 @@ class Steps:
                 batch, planned, stored, training=training
             )
         except CaptureRefused as error:
-            raise shape_changed(planned.step, batch) or error from error
+            changed = shape_changed(planned.step, batch)
+            if changed is None:
+                raise
+            raise changed from error
         check_indices(step, batch)
         run.gate.later(step, None, whole=False)
         compiled = compiled_evaluation(step, program, self._bounded(planned.plan))
