@@ -140,7 +140,7 @@ class Agreement:
         except RuntimeError as error:
             if not is_connection(error):
                 raise
-            raise self._lost(error) from error
+            raise self._lost(error, "a part of the batch of all ranks") from error
         return whole.view(part.dtype).view(self._ranks, *part.shape)
 
     def _placed(self, leaf: Any) -> Any:
@@ -198,7 +198,8 @@ class Agreement:
         except RuntimeError as error:
             if not is_connection(error):
                 raise
-            raise self._lost(error) from error
+            told = f"the other ranks, while this one {describe()}"
+            raise self._lost(error, told) from error
         differs = said != said[0]
         column = int(differs.any(0).nonzero()[0])
         odd = tuple(differs[:, column].nonzero().flatten().tolist())
@@ -212,14 +213,14 @@ class Agreement:
             got=descriptions[odd[0]] if states_inputs else "",
         )
 
-    def _lost(self, error: RuntimeError) -> RankLost:
+    def _lost(self, error: RuntimeError, waiting_for: str) -> RankLost:
         rank = dist.get_rank()
         return RankLost(
             rank=rank,
             stage=None,
             lost=f"rank {1 - rank}" if self._ranks == 2 else "another rank",
-            last_action="the step before",
-            waiting_for="the same call of all ranks",
+            last_action=f"training step {self.steps}" if self.steps else "no training step yet",
+            waiting_for=waiting_for,
             cause=cause_of(error),
         )
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import fx, nn
 
 from graphaccel import errors
-from graphaccel.runtime.execution.lost_rank import module_of
+from graphaccel.ir.program import StageProgram, Value
+from graphaccel.runtime.execution.lost_rank import made_in, module_of, modules_of
 from graphaccel.runtime.parameters.readable import read_by_all
+from graphaccel.schedule.table import Action
 
 
 def _wait(x: torch.Tensor) -> torch.Tensor:
@@ -26,8 +31,50 @@ def test_the_module_of_the_node_that_raised() -> None:
     module = fx.GraphModule(nn.Module(), graph)
     with pytest.raises(RuntimeError) as caught:
         module(torch.ones(1))
-    assert module_of(caught.value, [module]) == "layers.1"
-    assert module_of(RuntimeError("elsewhere"), [module]) == ""
+    assert module_of(caught.value, module) == "layers.1"
+    assert module_of(RuntimeError("elsewhere"), module) == ""
+    del second.meta["module"]  # as of a call that a pass made
+    assert module_of(caught.value, module) == "layers.0"
+    bucket = Value("bucket", "0")
+    assert module_of(caught.value, module, [bucket], [("a.w", "b")]) == "layers.0"
+    second.args = (x,)
+    assert module_of(caught.value, module, [bucket], [("a.w", "b")]) == "a, the model itself"
+
+
+def test_many_modules_are_counted() -> None:
+    names = [f"layers.{n}.{kind}" for n in range(6) for kind in ("weight", "bias")]
+    assert modules_of(names) == "layers.0, layers.1, layers.2 and 3 more"
+
+
+@pytest.mark.parametrize(
+    ("action", "modules"),
+    [
+        (Action("receive", 1, 0, 0, "forward"), "inner"),
+        (Action("send", 0, 0, 1, "forward"), "inner"),
+        (Action("receive", 0, 0, 1, "backward"), "out"),
+        (Action("forward", 0, 0), ""),
+    ],
+    ids=lambda value: getattr(value, "kind", None),
+)
+def test_a_message_has_the_modules_of_its_values(action: Action, modules: str) -> None:
+    assert made_in(_two_stages(), action) == modules
+
+
+def _graph(module: str) -> fx.GraphModule:
+    graph = fx.Graph()
+    node = graph.call_function(torch.relu, (graph.placeholder("x"),))
+    node.meta["module"] = module
+    graph.output([node])
+    return fx.GraphModule(nn.Module(), graph)
+
+
+def _two_stages() -> Any:
+    """The first stage sends to the second, which sends back its gradient."""
+    forward, backward = _graph("inner"), _graph("out")
+    sent = (Value("sent", "v", (1,)),), (Value("sent", "dv", (0,)),)
+    first = StageProgram(0, forward, (), sent[0], {(True, True): backward}, (), ())
+    second = StageProgram(1, forward, (), (), {(True, True): backward}, (), sent[1])
+    return SimpleNamespace(stages=(first, second))
 
 
 def test_the_text_says_it() -> None:

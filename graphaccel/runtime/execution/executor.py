@@ -19,7 +19,13 @@ from graphaccel.runtime.bind import bind
 from graphaccel.runtime.cuda_graphs import ActionWork, Recorder, StepGraphs
 from graphaccel.runtime.execution.buckets import Buckets
 from graphaccel.runtime.execution.failures import Failures, cause_of
-from graphaccel.runtime.execution.lost_rank import described, is_connection, module_of
+from graphaccel.runtime.execution.lost_rank import (
+    described,
+    is_connection,
+    made_in,
+    module_of,
+    modules_of,
+)
 from graphaccel.runtime.execution.messages import Messages, sent_values
 from graphaccel.runtime.execution.out_of_memory import is_out_of_memory, out_of_memory
 from graphaccel.runtime.execution.parts import Parts, part_of
@@ -74,6 +80,7 @@ class Executor:
         }
         self._messages = Messages(program, mesh, microbatches)
         self._failures = Failures(mesh.rank, mesh.world)
+        self._ran: tuple[Any, Sequence[Value], int] | None = None
         self._ranges = ModuleRanges()
         self._results = Results(program, mesh, held, microbatches, unsplit=unsplit)
         for stage in self._stages.values():
@@ -124,7 +131,7 @@ class Executor:
             memory = isinstance(error, RuntimeError) and is_out_of_memory(error)
             if not memory and self._mesh.world > 1 and isinstance(error, RuntimeError):
                 if is_connection(error):
-                    raise self._rank_lost(done, current, error) from error
+                    raise self._rank_lost(done, current, error, state) from error
             self._failures.publish(error)
             if memory:
                 raise out_of_memory(current, self._mesh.device) from error
@@ -151,6 +158,7 @@ class Executor:
             self._reduce(action, state)
 
     def _begin(self, leaves: Sequence[Any]) -> StepState:
+        self._ran = None
         state = StepState([self._on_device(i, leaf) for i, leaf in enumerate(leaves)], {})
         state.parts = Parts(self._data * self._microbatches)
         prologue = self._program.prologue
@@ -201,13 +209,19 @@ class Executor:
                 names = (v.name for v in stage.prepare_outputs)
                 values, results = stage.prepare_inputs, stage.prepare_outputs
                 action = "prepare", number, 0
-                gathered = self._run_graph(
-                    ActionWork(action, stage.prepare, inputs, values, results)
-                )
+                work = ActionWork(action, stage.prepare, inputs, values, results)
+                try:
+                    gathered = self._run_graph(work)
+                except RuntimeError as error:
+                    if self._mesh.world == 1 or not is_connection(error):
+                        raise
+                    state.awaited = "parameters of which each rank holds a part", ()
+                    raise self._rank_lost(None, None, error, state) from error
                 state.held[number] = dict(zip(names, gathered, strict=True))
 
     def _run_graph(self, work: ActionWork) -> Sequence[Any]:
         """The outputs of a graph."""
+        self._ran = work.graph, work.values, work.action[1]
         if self.graphs is None or not self.graphs.records(work.action[1]):
             return self._ranges.of(work.graph)(work.inputs)
         return self.graphs.run(work)
@@ -344,7 +358,9 @@ class Executor:
 
     def _reduce(self, action: Action, state: StepState) -> None:
         """Wait for the gradient all-reduces that the last backward started."""
-        for bucket in state.buckets.get(action.stage, ()):
+        names = self._stages[action.stage].buckets
+        for bucket, of in zip(state.buckets.get(action.stage, ()), names, strict=False):
+            state.awaited = "", of
             torch.ops._c10d_functional.wait_tensor(bucket)  # no-op if nothing is pending
         for name, accumulated in state.accumulators.get(action.stage, {}).items():
             state.gradients[name].append(accumulated)
@@ -356,13 +372,20 @@ class Executor:
                 state.gradients[name].append(piece.view(shape))
 
     def _rank_lost(
-        self, done: Action | None, current: Action | None, error: RuntimeError
+        self, done: Action | None, current: Action | None, error: RuntimeError, state: StepState
     ) -> RankLost:
-        lost, waiting = "another rank", "the loss of all ranks"
-        if current is not None and current.kind in ("send", "receive"):
-            lost = f"rank {self._mesh.rank_of(current.peer)} (stage {current.peer})"
+        lost, (waiting, names) = "another rank", state.awaited
+        module = ""
+        if (ran := self._ran) is not None:
+            graph, values, stage = ran
+            module = module_of(error, graph, values, self._stages[stage].buckets)
         if current is not None:
+            if current.kind in ("send", "receive"):
+                lost = f"rank {self._mesh.rank_of(current.peer)} (stage {current.peer})"
             waiting = described(current)
+            module = module or made_in(self._program, current)
+        if current is None or current.kind == "reduce":
+            module = module or modules_of(names)
         return RankLost(
             rank=self._mesh.rank,
             stage=next(iter(self._stages), None) if self._mesh.pipeline > 1 else None,
@@ -370,7 +393,7 @@ class Executor:
             last_action=described(done) if done is not None else "the step before",
             waiting_for=waiting,
             cause=cause_of(error),
-            module=module_of(error, [g for p in self._stages.values() for g in p.graphs]),
+            module=module,
         )
 
 

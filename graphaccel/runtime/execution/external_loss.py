@@ -156,7 +156,7 @@ class ExternalLossExecutor(Executor):
             yield
         except Exception as error:
             if isinstance(error, RuntimeError) and is_connection(error) and self._mesh.world > 1:
-                raise self._rank_lost(None, action, error) from error
+                raise self._rank_lost(None, action, error, state) from error
             self._failures.publish(error)
             raise
         finally:

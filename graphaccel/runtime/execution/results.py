@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from graphaccel.compat.torch.optimizers import unscale
 from graphaccel.ir.program import StepProgram
 from graphaccel.ir.values import returned
+from graphaccel.runtime.execution.answers import answered
 from graphaccel.runtime.execution.parts import of_microbatches, over_data
 from graphaccel.runtime.execution.state import Held, StepResult, StepState
 from graphaccel.runtime.loss_scale import LossScale
@@ -79,8 +79,8 @@ class Results:
             for other in parts[1:]:  # stages on one rank that share a parameter
                 total.add_(other)
             gradients[name] = total
-        self._sum_shared(gradients)
-        self._broadcast_buffers(state.buffers)
+        self._sum_shared(gradients, state)
+        self._broadcast_buffers(state)
         return StepResult(
             self._loss(state),
             gradients,
@@ -88,17 +88,18 @@ class Results:
             layouts=self._held.gradients,
         )
 
-    def _broadcast_buffers(self, new: Mapping[str, torch.Tensor]) -> None:
+    def _broadcast_buffers(self, state: StepState) -> None:
         """Broadcast new values of buffers to every rank that holds them."""
         for name, maker, places in self._written:
             if self._mesh.pipeline_index not in places:
                 continue
             own = self._held.buffers.get(name)
-            value = new.get(name)
+            value = state.buffers.get(name)
             if len(places) > 1:
                 like = own if value is None else value
                 assert like is not None  # a rank in `places` computes the value or holds the buffer
                 value = torch.empty_like(like) if value is None else value.contiguous()
+                state.awaited = f"the new value of `{name}`", (name,)
                 source = self._mesh.rank_of(maker)
                 dist.broadcast(value, source, group=self._mesh.shared_groups[places])
             if own is not None and value is not None:
@@ -108,12 +109,13 @@ class Results:
         """Unscale the gradients, and record whether some rank's overflowed."""
         overflow = unscale(list(result.gradients.values()), scale.factor)
         if self._mesh.world > 1:
-            dist.all_reduce(overflow, op=dist.ReduceOp.MAX, group=self._mesh.world_group)
+            with answered("whether the gradients of all ranks are finite"):
+                dist.all_reduce(overflow, op=dist.ReduceOp.MAX, group=self._mesh.world_group)
         scale.record(overflow)
         result.overflow = overflow
         return result
 
-    def _sum_shared(self, gradients: dict[str, torch.Tensor]) -> None:
+    def _sum_shared(self, gradients: dict[str, torch.Tensor], state: StepState) -> None:
         """All-reduce gradients of parameters that stages of several ranks share, once a step."""
         for name, stages in sorted(self._program.shared.items()):
             places = tuple(sorted({s % self._mesh.pipeline for s in stages}))
@@ -123,6 +125,7 @@ class Results:
                         continue
                     gradients[name] = self._zero_gradient(name)
                 gradients[name] = gradients[name].contiguous()
+                state.awaited = f"the gradient of `{name}`, which several stages use", (name,)
                 dist.all_reduce(gradients[name], group=self._mesh.shared_groups[places])
 
     def _zero_gradient(self, name: str) -> torch.Tensor:
@@ -132,6 +135,7 @@ class Results:
         return like.new_zeros(shape, device=self._mesh.device)
 
     def _loss(self, state: StepState) -> torch.Tensor | None:
+        state.awaited = "the loss of all ranks", ()
         if state.loss_reduction is not None:
             state.loss_reduction.wait()
         return state.loss
@@ -147,6 +151,7 @@ class Results:
         }
         gathered = {}
         for leaf, stage in sorted(stages.items()):
+            state.awaited = "what the model returns, of all ranks", ()
             place = self._program.output_places[leaf]
             parts = state.outputs.get(leaf, [])
             if len(parts) > 1:

@@ -47,7 +47,8 @@ class Held:
 
 @dataclass
 class StepState:
-    """The state of one step on one rank."""
+    """The state of one step on one rank. awaited: in words, what other ranks have to give, beside
+    the action, and the parameters or buffers that it is about."""
 
     leaves: list[Any]
     prologue: dict[str, torch.Tensor]
@@ -73,3 +74,4 @@ class StepState:
     tangents: dict[int, torch.Tensor] = field(default_factory=dict)
     inputs: dict[int, torch.Tensor] = field(default_factory=dict)
     seed: int | None = None
+    awaited: tuple[str, tuple[str, ...]] = ("", ())

@@ -22,7 +22,7 @@ from graphaccel.compat.torch.modes import TorchDispatchMode
 from graphaccel.errors import ElsewhereNeeded, RankLost, Unsupported
 from graphaccel.errors.messages import line_of_script
 from graphaccel.runtime.execution.answers import answered
-from graphaccel.runtime.execution.lost_rank import first_line, is_connection
+from graphaccel.runtime.execution.lost_rank import first_line, is_connection, modules_of
 from graphaccel.runtime.parameters.remote import RemoteTensor
 from graphaccel.runtime.parameters.sharded import ShardTensor, ShardView
 from graphaccel.runtime.parameters.state import whole_tensor
@@ -88,6 +88,7 @@ class GatherForReading(TorchDispatchMode):
                 last_action="the op before, in a forward without gradients",
                 waiting_for=f"`{name}`",
                 cause=first_line(error),
+                module=modules_of((name,)),
             ) from error
 
     def _refuse_write(self, func: Any, args: tuple, kwargs: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +75,13 @@ def _failures(
     return caught.value.failures, time.monotonic() - start
 
 
-def _lost(lost: str, message: str) -> None:
-    """The text of GA501 but for what the backend reported."""
+def _lost(lost: str, message: str, modules: Collection[str]) -> None:
+    """The text of GA501 but for what the backend reported. modules: one of them is named."""
     lines = message.splitlines()
     assert lines[0] == f"error[GA501]: {lost}"
+    label, _, module = lines.pop(3).partition(":")
+    assert label == "  in module"
+    assert module.strip() in modules
     assert [line.split(":")[0].strip() for line in lines[1:]] == [
         "last action done",
         "waiting for",
@@ -99,7 +102,7 @@ def test_a_rank_of_a_pipeline_dies_in_a_step(pool: Pool) -> None:
     failures, seconds = _failures(pool, _die, PIPELINE, 8 * 4 + 3, TIMEOUT)
     assert failures[1].kind == "died"
     assert failures[0].kind == "RankLost"
-    _lost("rank 0 (stage 0) lost rank 1 (stage 1)", failures[0].message)
+    _lost("rank 0 (stage 0) lost rank 1 (stage 1)", failures[0].message, ("inner", "out"))
     done, waiting = _rows(failures[0].message)
     assert "microbatch" in done
     assert "microbatch" in waiting
@@ -110,7 +113,7 @@ def test_a_data_rank_dies_in_a_step(pool: Pool) -> None:
     failures, seconds = _failures(pool, _die, {"data": 2, "microbatches": 2}, 4 * 4 + 1, TIMEOUT)
     assert failures[1].kind == "died"
     assert failures[0].kind == "RankLost"
-    _lost("rank 0 lost rank 1", failures[0].message)
+    _lost("rank 0 lost rank 1", failures[0].message, ("out, inner",))
     assert seconds < 40
 
 
@@ -121,7 +124,8 @@ def test_a_rank_that_does_not_answer_is_given_up(pool: Pool, pins: dict[str, Any
     assert failures[1].kind == "hung"
     assert failures[0].kind == "RankLost"
     stages = (" (stage 0)", " (stage 1)") if "pipeline" in pins else ("", "")
-    _lost(f"rank 0{stages[0]} lost rank 1{stages[1]}", failures[0].message)
+    modules = ("inner", "out") if "pipeline" in pins else ("out, inner",)
+    _lost(f"rank 0{stages[0]} lost rank 1{stages[1]}", failures[0].message, modules)
     assert seconds < 40
 
 
