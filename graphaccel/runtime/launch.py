@@ -130,6 +130,9 @@ def launch(
     # The agent's store keeps what the ranks of an earlier start wrote: those of a restart would
     # connect to addresses of processes that ended. With this each start has a store of its own.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    # A rank that is gone is an error of ours; torch warns of each connection to it as well, with
+    # the stack of its library.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     logs = tempfile.mkdtemp(prefix="graphaccel_")
     flags = [*_alone(torchrun_flags), *torchrun_flags, f"--nproc-per-node={devices}"]
     flags += [f"--log-dir={log_folder or logs}", "--no-python"]

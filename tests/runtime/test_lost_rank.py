@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch import fx, nn
 
 from graphaccel import errors
 from graphaccel.ir.program import StageProgram, Value
+from graphaccel.runtime.execution import failures
+from graphaccel.runtime.execution.failures import Failures
 from graphaccel.runtime.execution.lost_rank import made_in, module_of, modules_of
 from graphaccel.runtime.parameters.readable import read_by_all
 from graphaccel.schedule.table import Action
@@ -88,6 +92,30 @@ def test_the_text_says_it() -> None:
         module="layers.1",
     )
     assert "\n  in module:         layers.1\n" in str(error)
+
+
+def test_a_store_that_went_with_its_rank_is_not_asked(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, 1, True)
+    store = dist.PrefixStore("job", dist.TCPStore("127.0.0.1", server.port, None, False))
+    monkeypatch.setattr(failures, "default_store", lambda: store)
+    Failures(0, 2).publish(ValueError("too long"))
+    error = RuntimeError("[pair.cc:1] Connection closed by peer")
+    assert failures.cause_of(error) == "rank 0 raised ValueError: too long"
+    del server
+    assert failures.cause_of(error) == "Connection closed by peer"
+    Failures(0, 2).publish(ValueError("too long"))
+    assert capfd.readouterr().err == ""
+
+
+def test_a_store_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    never = threading.Event()
+    stopped = SimpleNamespace(check=lambda keys: never.wait() and False)
+    monkeypatch.setattr(failures, "default_store", lambda: stopped)
+    monkeypatch.setattr(failures, "_ANSWERS", 0.05)
+    assert failures.cause_of(RuntimeError("timed out")) == "timed out"
+    never.set()
 
 
 def _gone() -> torch.Tensor:

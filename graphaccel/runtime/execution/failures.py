@@ -6,11 +6,17 @@ raised it runs a step again (a script may catch the error).
 
 from __future__ import annotations
 
+import socket
+import threading
+from contextlib import suppress
+from typing import Any
+
 from graphaccel.compat.torch.distributed import default_store
 from graphaccel.runtime.execution.lost_rank import first_line
 
 _KEY = "graphaccel/failed"
 _LONGEST = 300
+_CONNECTS, _ANSWERS = 1.0, 3.0
 
 
 class Failures:
@@ -26,7 +32,7 @@ class Failures:
         lines = str(error).strip().splitlines() or [""]
         text = f"rank {self._rank} raised {type(error).__name__}: {lines[0]}"[:_LONGEST]
         try:
-            kept = default_store().compare_set(_KEY, "", text)
+            kept = _answering_store().compare_set(_KEY, "", text)
         except (RuntimeError, ValueError):
             return
         self._published = kept.decode() == text
@@ -36,7 +42,7 @@ class Failures:
         if self._published:
             self._published = False
             try:
-                default_store().delete_key(_KEY)
+                _answering_store().delete_key(_KEY)
             except (RuntimeError, ValueError):
                 return
 
@@ -44,9 +50,34 @@ class Failures:
 def cause_of(error: RuntimeError) -> str:
     """What another rank raised, where it is known, else the first line of the backend's error."""
     try:
-        store = default_store()
-        if store.check([_KEY]):
-            return store.get(_KEY).decode()
+        store = _answering_store()
     except (RuntimeError, ValueError):  # the store went with its rank; there is no process group
-        pass
-    return first_line(error)
+        return first_line(error)
+    told: list[str] = []
+
+    def ask() -> None:
+        with suppress(RuntimeError, ValueError):
+            if store.check([_KEY]):
+                told.append(store.get(_KEY).decode())
+
+    # Where the rank that has the store is stopped, torch waits for its answer without a limit.
+    asking = threading.Thread(target=ask, name="graphaccel-cause", daemon=True)
+    asking.start()
+    asking.join(_ANSWERS)
+    return told[0] if told else first_line(error)
+
+
+def _answering_store() -> Any:
+    """The store of the process group. Raises ValueError where it went with its rank: torch warns of
+    that with a stack of its library."""
+    store = default_store()
+    inner = store
+    while (below := getattr(inner, "underlying_store", None)) is not None:
+        inner = below
+    host, port = getattr(inner, "host", None), getattr(inner, "port", None)
+    if host and port:
+        try:
+            socket.create_connection((host, port), _CONNECTS).close()
+        except OSError as error:
+            raise ValueError("the store is gone") from error
+    return store
