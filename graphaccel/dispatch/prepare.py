@@ -20,6 +20,7 @@ from graphaccel.ir.program import StepProgram
 from graphaccel.planner.plan.prediction import StageMemory
 from graphaccel.proof.planned import Expected
 from graphaccel.runtime.agreement import PLAN
+from graphaccel.runtime.copies import Copies
 from graphaccel.runtime.cuda_graphs import Recorder, recorder_for
 from graphaccel.runtime.deferred import RECORD
 from graphaccel.runtime.execution.answers import answered
@@ -66,6 +67,7 @@ def prepare(
     program, optimizer = chosen.program, run.optimizer
     session.settle(program_homes(program), chosen.step.tied, optimizer, program, initial)
     vars(run.model).pop(RECORD, None)
+    run.agreement.compare_weights(Copies(run.model.parameters(), session.mesh))
     meshes = stage_meshes(session, later=shards_later(chosen))
     clip = run.settings.clip_norm
     hooks = run.hooks

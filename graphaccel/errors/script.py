@@ -107,8 +107,8 @@ class BatchesDiffer(GraphAccelError):
 
     ranks: those that differ from rank 0. what: "values" or "inputs" of the batch, "parts" of it
     that ranks give or the "rest" that they share, the "call" they make, "state" that the forward
-    reads, "trained" parameters, "optimizer" or "random". expected, got: what rank 0 and the first
-    of `ranks` do, in words.
+    reads, "trained" parameters, "weights", "optimizer" or "random". expected, got: what rank 0 and
+    the first of `ranks` do, in words.
     """
 
     code = "GA404"
@@ -179,6 +179,16 @@ _DIFFERENCES = {
         (
             "step optimizer and scheduler on every rank; give the scheduler the same metric:  "
             "scheduler.step(loss.item())",
+        ),
+    ),
+    "weights": (
+        "the weights of {} differ from those of a rank that holds the same part of the model",
+        "what one rank alone does to gradients or weights makes the models of the ranks drift "
+        "apart",
+        (
+            "clip, scale and set gradients and weights on every rank, not below `if rank == 0`",
+            "and where they are changed by random numbers, draw on every rank alike:  "
+            "torch.manual_seed(0)",
         ),
     ),
     "random": (

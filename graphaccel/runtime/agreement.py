@@ -2,10 +2,10 @@
 
 Before a step starts the ranks exchange a few numbers over a gloo group of their own: which call of
 the model this is, the batch's structure and values, the random generator's state, the optimizer's
-settings, which parameters are trained and the state that the script's forward reads. Nothing has
-been compiled or sent by then, so all ranks detect a difference, in shapes too, and raise the same
-error instead of waiting for each other. Values on a GPU are compared one step later, so that no
-step waits for the device.
+settings, which parameters are trained, the state that the script's forward reads and weights that
+several ranks hold (`runtime.copies`). Nothing has been compiled or sent by then, so all ranks
+detect a difference, in shapes too, and raise the same error instead of waiting for each other.
+Values on a GPU are compared one step later, so that no step waits for the device.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from graphaccel.capture.batch import Batch, CallNumber
 from graphaccel.compat.torch.distributed import all_gather_flat
 from graphaccel.errors import BatchesDiffer, RankLost
 from graphaccel.runtime import digest
+from graphaccel.runtime.copies import NUMBERS, Copies, unequal
 from graphaccel.runtime.execution.failures import cause_of
 from graphaccel.runtime.execution.lost_rank import is_connection
 
@@ -32,6 +33,7 @@ TRAIN, EVALUATE, BACKWARD = "runs a training step", "evaluates", "runs a backwar
 PLAN, STATE = "plans", "calls full_state_dict()"
 SAVE, LOAD = "saves", "loads"
 _OF_PARTS = {"inputs": "parts", "values": "rest"}
+_WITH_WEIGHTS = (TRAIN, EVALUATE, STATE, SAVE)
 _CALLS = (TRAIN, EVALUATE, BACKWARD, PLAN, STATE, SAVE, LOAD)
 
 
@@ -60,7 +62,8 @@ class Agreement:
         self._optimizer, self._optimizer_steps = optimizer, 0
         # A group of its own: no collective of the script or of a step can interleave.
         self._group = dist.new_group(backend="gloo", timeout=timeout) if ranks > 1 else None
-        self._pending: tuple[torch.Tensor, Any] | None = None
+        self._later = digest.Later()
+        self._copies: Copies | None = None
         self._inputs: dict[tuple[Any, ...], int] = {}
         self._trained: tuple[frozenset[str], int] = (frozenset(), 0)
         self.steps = 0
@@ -72,6 +75,11 @@ class Agreement:
 
     def _stepped(self, *_: Any) -> None:
         self._optimizer_steps += 1
+
+    def compare_weights(self, copies: Copies) -> None:
+        """Compare weights, too, from now on, in calls that use them."""
+        if self._ranks > 1:
+            self._copies = copies
 
     def check(
         self,
@@ -106,16 +114,17 @@ class Agreement:
         mine = _Seen(
             call=_CALLS.index(call),
             inputs=0 if batch is None else self._signature(batch),
-            before=self._earlier(),
+            before=self._later.take(),
             values=digest.of_host(host),
             trained=self._names(trained or frozenset()),
             state=digest.of_text(state),
             optimizer=self._settings(),
             random=digest.of_host([torch.random.get_rng_state()]) if random else 0,
         )
-        self._compare(mine, lambda: _described(call, batch))
+        weights = self._weights(call)
+        self._compare(mine, lambda: _described(call, batch), weights=weights)
         if there:
-            self._pending = _on_its_way(digest.of_device(there))
+            self._later.send(digest.of_device(there))
         self.steps += call == TRAIN
         return leaves
 
@@ -163,14 +172,6 @@ class Agreement:
             self._trained = trained, digest.of_text(" ".join(sorted(trained)))
         return self._trained[1]
 
-    def _earlier(self) -> int:
-        """The digest of the previous step's values, if they were on a GPU: available by now."""
-        if self._pending is None:
-            return 0
-        (number, event), self._pending = self._pending, None
-        event.synchronize()
-        return int(number)
-
     def _settings(self) -> int:
         """Digest of the optimizer's numeric settings (rates, betas) and its number of steps."""
         groups = () if self._optimizer is None else self._optimizer.param_groups
@@ -185,13 +186,25 @@ class Agreement:
             if isinstance(v, (int, float)) or (isinstance(v, torch.Tensor) and v.is_cpu)
         )
 
-    def _compare(self, mine: _Seen, describe: Callable[[], str], *, parts: bool = False) -> None:
+    def _compare(
+        self,
+        mine: _Seen,
+        describe: Callable[[], str],
+        *,
+        parts: bool = False,
+        weights: Sequence[int] = (),
+    ) -> None:
         names = [field.name for field in fields(mine)]
-        own = torch.tensor([getattr(mine, name) for name in names], dtype=torch.int64)
-        said = torch.empty(self._ranks, len(names), dtype=torch.int64)
+        held = weights or [0] * NUMBERS
+        own = torch.tensor([*(getattr(mine, name) for name in names), *held], dtype=torch.int64)
+        every = torch.empty(self._ranks, len(own), dtype=torch.int64)
+        said = every[:, : len(names)]
         try:
-            dist.all_gather(list(said.unbind()), own, group=self._group)
-            if torch.equal(said, own.expand_as(said)):
+            dist.all_gather(list(every.unbind()), own, group=self._group)
+            if torch.equal(every, own.expand_as(every)):
+                return
+            if torch.equal(said, said[:1].expand_as(said)):
+                self._refuse_unequal(every[:, len(names) :])
                 return
             descriptions: list[Any] = [None] * self._ranks
             dist.all_gather_object(descriptions, describe(), group=self._group)
@@ -213,6 +226,18 @@ class Agreement:
             got=descriptions[odd[0]] if states_inputs else "",
         )
 
+    def _weights(self, call: str) -> Sequence[int]:
+        return () if self._copies is None or call not in _WITH_WEIGHTS else self._copies.numbers()
+
+    def _refuse_unequal(self, weights: torch.Tensor) -> None:
+        """Raises BatchesDiffer (GA404) where ranks that hold the same weights give other digests.
+
+        weights: int64 [ranks, NUMBERS].
+        """
+        ranks = unequal(weights.tolist())
+        if ranks:
+            raise BatchesDiffer(step=self.steps, ranks=ranks, what="weights")
+
     def _lost(self, error: RuntimeError, waiting_for: str) -> RankLost:
         rank = dist.get_rank()
         return RankLost(
@@ -223,15 +248,6 @@ class Agreement:
             waiting_for=waiting_for,
             cause=cause_of(error),
         )
-
-
-def _on_its_way(number: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    """A number's asynchronous copy to the host, and the event after which it has arrived."""
-    copy = torch.empty_like(number, device="cpu", pin_memory=True)
-    copy.copy_(number, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record()
-    return copy, event
 
 
 def _described(call: str, batch: Batch | None) -> str:

@@ -18,6 +18,29 @@ _WIDTH = 4096  # words of 8 bytes that share a row of weights
 _ROWS = 512  # rows at a time: 16 MiB, so that temporaries stay small
 
 
+class Later:
+    """A number computed on a GPU, which the host reads the time after, without waiting for it."""
+
+    def __init__(self) -> None:
+        self._copy: tuple[torch.Tensor, torch.cuda.Event] | None = None
+
+    def send(self, number: torch.Tensor) -> None:
+        """Start to copy a number, int64, to the host."""
+        copy = torch.empty_like(number, device="cpu", pin_memory=True)
+        copy.copy_(number, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._copy = copy, event
+
+    def take(self) -> int:
+        """The number that was sent before, 0 if there was none."""
+        if self._copy is None:
+            return 0
+        (number, event), self._copy = self._copy, None
+        event.synchronize()
+        return int(number)
+
+
 def of_text(text: str) -> int:
     """An int64 digest of a text, the same in every process."""
     return int.from_bytes(
@@ -40,6 +63,11 @@ def of_host(tensors: Iterable[torch.Tensor], start: int = 0) -> int:
         values: Any = _bytes(tensor).numpy()
         digest = zlib.crc32(values, digest)
     return digest
+
+
+def of_host_array(values: Any, start: int = 0) -> int:
+    """An int64 digest of a contiguous array of bytes. start: the digest of what came before."""
+    return zlib.crc32(values, start & 0xFFFFFFFF)
 
 
 def of_device(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -65,9 +93,12 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _mixed(words: torch.Tensor) -> torch.Tensor:
-    """Mix high bits into low ones: of a change in the highest bit a multiplication preserves only
-    the parity, and the sign of a float64 is that bit."""
-    return words ^ (words >> 32)
+    """Other words for other words, in which each bit of a word changes many: of a change in the
+    highest bits alone the weighted sum would preserve little more than their parity. Half of the
+    finalizer of MurmurHash3 (Appleby, 2011)."""
+    half = words ^ ((words >> 33) & 0x7FFFFFFF)
+    half = half * -0xAE502812AA7333
+    return half ^ ((half >> 33) & 0x7FFFFFFF)
 
 
 def _weights(count: int, device: torch.device, seed: int) -> torch.Tensor:

@@ -24,8 +24,9 @@ DTYPES = (
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_dtype_and_number_of_dims(way: str, dtype: torch.dtype) -> None:
     of = WAYS[way]
+    generator = torch.Generator().manual_seed(0)
     for shape in ((), (0,), (3,), (5, 7), (2, 3, 4)):
-        t = torch.randn(shape).to(dtype)
+        t = torch.randn(shape, generator=generator).to(dtype)
         assert of(t) == of(t.clone())
         if t.numel():
             other = t.clone()
@@ -48,6 +49,15 @@ def test_signs_orders_and_places(way: str, dtype: torch.dtype) -> None:
     others = [-t, rows, signs, far, smallest, t.flip(0), t.flip(1), t.roll(1)]
     assert len({of(other) for other in (t, *others)}) == 1 + len(others)
     assert of(t.T.contiguous().T) == of(t)  # strides are no values
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_ignored_label_is_no_other(way: str) -> None:
+    labels = torch.full((4, 8), -100)
+    for other in (99, 100, 0):  # 99 has the bits of -100 inverted
+        changed = labels.clone()
+        changed[2, 3] = other
+        assert WAYS[way](changed) != WAYS[way](labels)
 
 
 def test_texts_and_numbers() -> None:

@@ -379,6 +379,15 @@ error[GA404]: at step 4 the optimizer of rank 1 differs from rank 0's, in its se
   explain: graphaccel explain GA404""",
     ),
     (
+        errors.BatchesDiffer(step=4, ranks=(1,), what="weights"),
+        """\
+error[GA404]: at step 4 the weights of rank 1 differ from those of a rank that holds the same part of the model
+  why:  what one rank alone does to gradients or weights makes the models of the ranks drift apart
+  help: clip, scale and set gradients and weights on every rank, not below `if rank == 0`
+  help: and where they are changed by random numbers, draw on every rank alike:  torch.manual_seed(0)
+  explain: graphaccel explain GA404""",
+    ),
+    (
         errors.BatchesDiffer(step=4, ranks=(1,), what="random"),
         """\
 error[GA404]: at step 4 torch's random state on rank 1 differs from rank 0's

@@ -100,6 +100,12 @@ def _draws(training: _Training) -> None:
     training.step(small_batch())
 
 
+def _sets(training: _Training) -> None:
+    with torch.no_grad():
+        training.model.inner[0].weight.mul_(1.5)
+    training.step(small_batch())
+
+
 CASES: dict[str, tuple[Callable[[_Training], None], str, tuple[str, ...]]] = {
     "values": (_values, "values", tuple(PLANS)),
     "skipped": (_skipped, "values", ("pipeline",)),
@@ -110,6 +116,7 @@ CASES: dict[str, tuple[Callable[[_Training], None], str, tuple[str, ...]]] = {
     "first of every": (_first_checkpoint_every, "call", ("pipeline",)),
     "other rate": (_other_rate, "optimizer", ("data",)),
     "another step": (_no_step, "optimizer", ("data",)),
+    "sets": (_sets, "weights", ("data",)),
     "draws": (_draws, "random", ("data",)),
 }
 
@@ -135,6 +142,32 @@ def test_a_rank_that_drifts_is_found_in_that_step(pool: Pool, plan: str) -> None
         for name, (what, step, seconds) in zip(names, results, strict=True):
             assert (what, step) == (CASES[name][1], STEPS), name
             assert seconds < 10, name
+
+
+@captures_of("agreement")
+def _alone(change: str) -> list[str]:
+    """What a step and a checkpoint raise once one rank alone has changed its gradients."""
+    training = _Training(PLANS["data"])
+    training.optimizer.zero_grad()
+    training.model(*small_batch()).backward()
+    if dist.get_rank() == 1 and change == "clips":
+        nn.utils.clip_grad_norm_(training.model.parameters(), 1e-3)
+    if dist.get_rank() == 1 and change == "one element":
+        weight = training.model.inner[0].weight
+        assert weight.grad is not None
+        weight.grad[-1, -1] = 0.0
+    training.optimizer.step()
+    found = []
+    for act in (lambda: training.step(small_batch()), lambda: _first_checkpoint(training)):
+        with pytest.raises(BatchesDiffer) as caught:
+            act()
+        found.append(caught.value.what)
+    return found
+
+
+def test_one_rank_alone_changes_gradients(pool: Pool) -> None:
+    for change in ("clips", "one element"):
+        assert pool.run(2, _alone, change) == [["weights"] * 2] * 2
 
 
 @captures_of("agreement")

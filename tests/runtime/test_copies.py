@@ -1,0 +1,103 @@
+"""Which ranks hold the same weights, and that their digests differ where the weights do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from graphaccel.ir.program import Sharded
+from graphaccel.runtime.copies import EVERY, SAMPLE, Copies, unequal
+from graphaccel.runtime.mesh import Mesh
+from graphaccel.runtime.parameters.layout import ShardLayout
+from graphaccel.runtime.parameters.remote import Elsewhere, RemoteTensor
+from graphaccel.runtime.parameters.sharded import ShardTensor
+
+SIZES = {"pipeline": 1, "replicate": 2, "shard": 2, "expert": 1, "context": 1, "tensor": 2}
+LARGE = SAMPLE  # float32 elements: four times what is read each time
+
+
+def _ranks(
+    change: Callable[[int, torch.Tensor], None], *, times: int = 1, split: str = ""
+) -> tuple[int, ...]:
+    """The ranks that differ once `change(rank, its part of a weight)` has run on each."""
+    numbers = []
+    for rank in range(8):
+        mesh = Mesh(rank, SIZES)
+        weight = torch.arange(float(2 * LARGE)).view(2, LARGE)
+        if split:
+            layout = ShardLayout(weight.shape, (Sharded(split, 0),), mesh)
+            local = layout.own(weight).clone()
+            change(rank, local)
+            copies = Copies([ShardTensor(local, layout)], mesh)
+        else:
+            change(rank, weight)
+            copies = Copies([weight], mesh)
+        for _ in range(times):
+            last = copies.numbers()
+        numbers.append(last)
+    return unequal(numbers)
+
+
+def _nothing(rank: int, weight: torch.Tensor) -> None: ...
+
+
+def _first_element(rank: int, weight: torch.Tensor) -> None:
+    weight[0, 0] += rank == 6
+
+
+def _last_element(rank: int, weight: torch.Tensor) -> None:
+    weight[-1, -1] += rank == 6
+
+
+@pytest.mark.parametrize("split", ["", "shard", "tensor", "data"])
+def test_equal_weights(split: str) -> None:
+    assert _ranks(_nothing, split=split) == ()
+    assert _ranks(_nothing, split=split, times=2) == ()
+
+
+@pytest.mark.parametrize("split", ["", "shard", "tensor"])
+def test_a_rank_that_differs(split: str) -> None:
+    assert _ranks(_first_element, split=split) == (6,)
+
+
+def test_what_one_rank_alone_holds() -> None:
+    assert _ranks(_first_element, split="data") == ()
+
+
+def test_an_element_outside_of_the_sample() -> None:
+    assert _ranks(_last_element) == ()
+    assert _ranks(_last_element, times=2) == (6,)
+    assert _ranks(_last_element, times=3) == ()
+    assert _ranks(_last_element, times=EVERY + 2) == (6,)
+
+
+def test_ranks_of_a_tensor_axis_are_not_compared() -> None:
+    def rounds(rank: int, weight: torch.Tensor) -> None:
+        weight[0, 0] += rank % 2
+
+    assert _ranks(rounds) == ()
+
+
+def test_weights_are_read_as_they_are() -> None:
+    weight = torch.zeros(3, 5).t()
+    parameter = torch.nn.Parameter(weight)
+    copies = Copies([parameter], Mesh(0, SIZES))
+    (key, before, *none) = copies.numbers()
+    with torch.no_grad():
+        weight[4, 2] = 1.0
+    assert none == [0, 0]
+    assert copies.numbers()[0] == key
+    changed = copies.numbers()[1]
+    assert changed != before
+    parameter.data = torch.zeros(5, 3)
+    assert copies.numbers()[1] == before
+    parameter.data = torch.zeros(10, 3)[::2]
+    assert copies.numbers()[1] == before
+
+
+def test_what_other_ranks_hold() -> None:
+    elsewhere = Elsewhere(None, (1,), {})
+    remote = RemoteTensor(torch.zeros(3), elsewhere)
+    assert Copies([remote, torch.empty(0)], Mesh(0, SIZES)).numbers() == [0, 0, 0, 0]
