@@ -26,7 +26,7 @@ SAMPLE = 256
 """Bytes of each weight that are read each time."""
 EVERY = 64
 """Of that many times all bytes are read in one."""
-NUMBERS = 4
+NUMBERS = 6
 """Length of `Copies.numbers`."""
 _REDUNDANT = ("tensor",)
 """Axes on which a gradient may be computed on each rank by itself: equal but for rounding."""
@@ -44,13 +44,19 @@ class Copies:
             _Set(shards, mesh, {s.axis for p in shards for s in p.sharding.splits}),
         )
         self._times = 0
+        # One rank alone has each shard, and writes into it as often as the others into theirs.
+        self._writes = mesh.writes
+        stage = repr((mesh.coordinate("pipeline"), "writes"))
+        self._stage = digest.of_text(stage) if shards else 0
 
     def numbers(self) -> list[int]:
         """int64 [NUMBERS]: of weights held whole, and of shards, which ranks hold the same, and a
-        digest of them, equal on those ranks. Zeros where this rank has none."""
+        digest of them, equal on those ranks; the pipeline coordinate, and how often shards were
+        written. Zeros where this rank has none."""
         complete = self._times % EVERY == 1
         self._times += 1
-        return [n for one in self._sets for n in (one.key, one.digest(complete=complete))]
+        results = [n for one in self._sets for n in (one.key, one.digest(complete=complete))]
+        return [*results, self._stage, self._writes.count if self._stage else 0]
 
 
 class _Set:

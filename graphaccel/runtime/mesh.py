@@ -32,6 +32,14 @@ def axes_of(name: Any) -> tuple[str, ...]:
     return parts if parts and all(part in _NAMES for part in parts) else ()
 
 
+@dataclass
+class Writes:
+    """How many ops of the script, and of its optimizer, wrote into shards: as many on each rank
+    that runs the same script."""
+
+    count: int = 0
+
+
 @dataclass(frozen=True)
 class Mesh:
     """This rank's coordinates and the groups it needs. A group of one rank is None: no
@@ -45,6 +53,7 @@ class Mesh:
     channels: (source rank, destination rank, direction) → group (NCCL has no tags; gloo needs
     none).
     timeout: of every group (the default group has the script's).
+    writes: into shards over this mesh.
     """
 
     rank: int
@@ -55,6 +64,7 @@ class Mesh:
     shared_groups: dict[tuple[int, ...], Any] = field(repr=False, default_factory=dict)
     spread: set[tuple[int, ...]] = field(repr=False, default_factory=set)
     channels: dict[tuple[int, int, str], Any] = field(repr=False, default_factory=dict)
+    writes: Writes = field(repr=False, compare=False, default_factory=Writes)
 
     def size(self, axes: str) -> int:
         """Devices on an axis, or on several joined by "+"."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from graphaccel.ir.program import Sharded
-from graphaccel.runtime.copies import EVERY, SAMPLE, Copies, unequal
+from graphaccel.runtime.copies import EVERY, NUMBERS, SAMPLE, Copies, unequal
 from graphaccel.runtime.mesh import Mesh
 from graphaccel.runtime.parameters.layout import ShardLayout
 from graphaccel.runtime.parameters.remote import Elsewhere, RemoteTensor
@@ -63,7 +63,29 @@ def test_a_rank_that_differs(split: str) -> None:
 
 
 def test_what_one_rank_alone_holds() -> None:
+    def doubled(rank: int, local: torch.Tensor) -> None:
+        if rank == 6:
+            local.mul_(2)
+
     assert _ranks(_first_element, split="data") == ()
+    assert _ranks(doubled, split="data") == ()
+
+
+def test_what_one_rank_alone_writes() -> None:
+    numbers = []
+    for rank in range(8):
+        mesh = Mesh(rank, SIZES)
+        layout = ShardLayout(torch.Size((8, 4)), (Sharded("data", 0),), mesh)
+        shard = torch.nn.Parameter(ShardTensor(torch.zeros(2, 4), layout))
+        copies = Copies([shard], mesh)
+        with torch.no_grad():
+            shard.add_(1.0)
+            torch._foreach_mul_([shard], 2.0)
+            assert float(shard.local.sum()) == 16.0
+            if rank == 3:
+                shard.mul_(1.5)
+        numbers.append(copies.numbers())
+    assert unequal(numbers) == (3,)
 
 
 def test_an_element_outside_of_the_sample() -> None:
@@ -87,7 +109,7 @@ def test_weights_are_read_as_they_are() -> None:
     (key, before, *none) = copies.numbers()
     with torch.no_grad():
         weight[4, 2] = 1.0
-    assert none == [0, 0]
+    assert none == [0] * (NUMBERS - 2)
     assert copies.numbers()[0] == key
     changed = copies.numbers()[1]
     assert changed != before
@@ -100,4 +122,4 @@ def test_weights_are_read_as_they_are() -> None:
 def test_what_other_ranks_hold() -> None:
     elsewhere = Elsewhere(None, (1,), {})
     remote = RemoteTensor(torch.zeros(3), elsewhere)
-    assert Copies([remote, torch.empty(0)], Mesh(0, SIZES)).numbers() == [0, 0, 0, 0]
+    assert Copies([remote, torch.empty(0)], Mesh(0, SIZES)).numbers() == [0] * NUMBERS

@@ -25,8 +25,8 @@ from graphaccel.compat.torch.tensors import data_of, no_torch_function, without_
 from graphaccel.errors import ElsewhereNeeded, PartOfModel
 from graphaccel.errors.messages import line_of_script
 from graphaccel.runtime.parameters.norms import resolve
+from graphaccel.runtime.parameters.partial_tensors import check_same_kind, copied
 from graphaccel.runtime.parameters.readable import Readable, read_by_all
-from graphaccel.runtime.parameters.sharded import check_same_kind, copied
 
 aten = torch.ops.aten
 

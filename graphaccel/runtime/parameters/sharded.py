@@ -14,7 +14,6 @@ same memory, for checkpoints.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -32,10 +31,11 @@ from torch.distributed.tensor import DTensor
 from graphaccel.compat.torch import pytree
 from graphaccel.compat.torch.tensors import data_of, without_storage
 from graphaccel.compat.torch.tensors import no_torch_function as _no_torch_function
-from graphaccel.errors import GraphMisuse, PartOfModel
+from graphaccel.errors import PartOfModel
 from graphaccel.runtime.execution.answers import answered
 from graphaccel.runtime.parameters.layout import ShardLayout
 from graphaccel.runtime.parameters.norms import PendingNorm, resolve
+from graphaccel.runtime.parameters.partial_tensors import check_same_kind, copied
 from graphaccel.runtime.parameters.readable import Readable, read_by_all
 
 aten = torch.ops.aten
@@ -58,18 +58,6 @@ _EACH = frozenset(
 )
 """List ops (`aten._foreach_<name>`) that treat every element independently."""
 _SCALE = "_amp_foreach_non_finite_check_and_unscale_"
-
-
-def check_same_kind(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Raises GraphMisuse (GA407) if a tensor of which this rank holds a part or nothing would
-    become one of another shape or dtype."""
-    if (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
-        raise GraphMisuse(
-            what=f"`.data` of a parameter of shape {list(tensor.shape)} in {tensor.dtype} was set "
-            f"to a tensor of shape {list(value.shape)} in {value.dtype}, and this rank held only a "
-            "part of it or none",
-            help_line="copy values into it:  model.load_state_dict(state)",
-        )
 
 
 class ShardTensor(Readable, torch.Tensor):
@@ -215,21 +203,6 @@ class ShardView(Readable, torch.Tensor):
         return _computed(func, types, args, kwargs or {})
 
 
-def copied(tensor: Any, built: Any, memo: dict[int, Any]) -> Any:
-    """`made`, a copy of the tensor's values, with the attributes that a deep copy also copies."""
-    if isinstance(tensor, nn.Parameter):
-        built = nn.Parameter(built, tensor.requires_grad)
-    else:
-        built.requires_grad_(tensor.requires_grad and tensor.is_leaf)
-    memo[id(tensor)] = built
-    if tensor.grad is not None:
-        built.grad = copy.deepcopy(tensor.grad, memo)
-    for name, value in vars(tensor).items():
-        if name not in vars(built):
-            setattr(built, name, copy.deepcopy(value, memo))
-    return built
-
-
 def local_of(value: Any) -> Any:
     """The shard of a ShardTensor; any other value unchanged."""
     return value.local if isinstance(value, ShardTensor) else value
@@ -240,6 +213,8 @@ def _computed(func: Any, types: Sequence[type], args: tuple, kwargs: dict) -> An
         return _copied(*args)
     if any(_foreign(kind) for kind in types):
         return NotImplemented
+    if func._schema.is_mutable:
+        _count(args[0])
     views = any(issubclass(kind, ShardView) for kind in types)
     name = func.__name__.split(".")[0]
     if name == "_foreach_norm" and not views:
@@ -256,6 +231,14 @@ def _computed(func: Any, types: Sequence[type], args: tuple, kwargs: dict) -> An
     if (torch.Tag.pointwise in func.tags and not random) or func in _ELEMENTWISE:
         return _elementwise(func, args, kwargs)
     return _on_whole(func, args, kwargs)
+
+
+def _count(written: Any) -> None:
+    """Count an op that writes into a shard, or into several."""
+    first = written[0] if _tensors(written) else written
+    shard = first.base if isinstance(first, ShardView) else first
+    if isinstance(shard, ShardTensor):
+        shard.sharding.mesh.writes.count += 1
 
 
 def _foreign(kind: type) -> bool:

@@ -116,7 +116,7 @@ CASES: dict[str, tuple[Callable[[_Training], None], str, tuple[str, ...]]] = {
     "first of every": (_first_checkpoint_every, "call", ("pipeline",)),
     "other rate": (_other_rate, "optimizer", ("data",)),
     "another step": (_no_step, "optimizer", ("data",)),
-    "sets": (_sets, "weights", ("data",)),
+    "sets": (_sets, "weights", ("data", "zero 3")),
     "draws": (_draws, "random", ("data",)),
 }
 
