@@ -289,7 +289,8 @@ class Handle:
                 help_line="with torch.no_grad(): tokens = model.generate(...)",
             )
         self._refuse_gradients()
-        self._run.agreement.check(EVALUATE, batch)
+        # weights that are read here are gathered: a digest would be a collective
+        self._run.agreement.check(EVALUATE, batch, weights=False)
         return call()
 
     def _precision(self) -> Precision:

@@ -87,15 +87,17 @@ class Agreement:
         batch: Batch | None = None,
         *,
         values: bool = True,
+        weights: bool = True,
         state: str = "",
         random: bool = False,
         trained: frozenset[str] | None = None,
     ) -> Sequence[Any]:
         """The leaves of the batch, once every rank is known to make the same call.
 
-        call: one of the names above. values: whether the batch's values matter. state: what else
-        the step depends on, as a text or a digest. random: whether it draws from torch's generator.
-        trained: the names of the parameters that require a gradient, where they are known.
+        call: one of the names above. values: whether the batch's values matter. weights: whether
+        those of this rank can be read. state: what else the step depends on, as a text or a digest.
+        random: whether it draws from torch's generator. trained: the names of the parameters that
+        require a gradient, where they are known.
 
         Large leaves on the host are returned on this rank's GPU, where their digest is computed.
 
@@ -121,8 +123,8 @@ class Agreement:
             optimizer=self._settings(),
             random=digest.of_host([torch.random.get_rng_state()]) if random else 0,
         )
-        weights = self._weights(call)
-        self._compare(mine, lambda: _described(call, batch), weights=weights)
+        held = self._weights(call) if weights else ()
+        self._compare(mine, lambda: _described(call, batch), weights=held)
         if there:
             self._later.send(digest.of_device(there))
         self.steps += call == TRAIN
