@@ -65,6 +65,11 @@ class Layouts:
         """Whether there are layouts besides the unsharded graph."""
         return self.shard_graph is not None
 
+    @property
+    def count(self) -> int:
+        """The number of profiles that were built."""
+        return len(self._made)
+
     def known(self, plan: Plan) -> bool:
         """Whether the profile of `plan` is built."""
         return (

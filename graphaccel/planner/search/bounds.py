@@ -72,6 +72,7 @@ class Bounds:
         self._refused: set[Layout] = set()
         self._built: set[Layout] = set()
         self._near: dict[Layout, Layout] = {}
+        self._count = 0  # of profiles when `_near` was computed: other searches build some, too
         self._known: dict[Any, Any] = {}
 
     @property
@@ -105,7 +106,6 @@ class Bounds:
         possible."""
         if layout in self._refused:
             return False
-        self._near.clear()
         try:
             self._problem.layouts.of(self._stands(layout))
         except BadPin:
@@ -123,6 +123,9 @@ class Bounds:
 
     def nearest(self, layout: Layout) -> Layout:
         """The layout itself or, of its parents, the nearest whose graph is built."""
+        if self._count != self._problem.layouts.count:
+            self._near.clear()
+            self._count = self._problem.layouts.count
         if layout not in self._near:
             known = layout
             while not self.built(known):

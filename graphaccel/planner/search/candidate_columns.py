@@ -99,20 +99,35 @@ def least_idle(of: Columns, work: np.ndarray, weight: np.ndarray) -> np.ndarray:
     these S inequalities that make all stages' coefficients equal, no cuts beat even ones: m + S - 1
     times an S-th of the work. With m <= S microbatches, where the first rank runs all forwards
     while it waits: 2 S / (2 S - m + 1) times the work. GPipe runs all forwards, then all backwards:
-    the even form for any m. Other schedules: a device runs its part of all microbatches, and all
-    devices run one after another; never more than the closed form of `planner.estimate.estimate`,
-    which ranks the candidates first. Even stages are not optimal for an interleaved schedule: with
-    2 ranks of 2 stages each, 4 microbatches take 2.25 times the work, and 2.133 times with forwards
-    of 3, 3, 3, 6 and backwards of 5, 5, 5, 0.
+    the even form for any m. Interleaved: `_interleaved_times`; even stages are not optimal, as with 2
+    ranks of 2 stages each 4 microbatches take 2.25 times the work, and 2.133 times with forwards of
+    3, 3, 3, 6 and backwards of 5, 5, 5, 0. With gradients of weights apart: those may fill what is
+    idle. Never more than the closed form of `planner.estimate.estimate`, which ranks the candidates
+    first.
     """
     m, ranks = of.microbatches, of.pipeline
     even = (m + ranks - 1) / ranks
     few = 2 * ranks / (2 * ranks - np.minimum(m, ranks) + 1)
     times = np.where(of.gpipe | (m > ranks), even, few)
-    plain = (of.interleave == 1) & ~of.apart
-    idle = np.maximum(0.0, np.where(plain, times, 1.0) * work - m * work / ranks)
+    several = np.maximum(1.0, _interleaved_times(m, ranks, of.interleave))
+    times = np.where(of.interleave > 1, several, np.where(of.apart, 1.0, times))
+    idle = np.maximum(0.0, times * work - m * work / ranks)
     certain = np.where(of.apart, np.maximum(0.0, idle - weight), idle)
     return np.minimum(certain, even_idle(of, work, weight))  # no more than in the closed form
+
+
+def _interleaved_times(m: np.ndarray, ranks: np.ndarray, each: np.ndarray) -> np.ndarray:
+    """Lower bound on the seconds of an interleaved schedule per second of work, for any stages.
+
+    For each chunk k (of v) and rank r: before rank r runs the first microbatch of its stage of
+    chunk k, that microbatch passes all stages before; from then until the last microbatch's
+    backward there it runs all its work but that of chunks below k of n = min(m, ranks) microbatches;
+    then that microbatch passes the stages before. Averaged over k, and over ranks with weights that
+    grow by 1 / (1 - 1 / (v m)) from rank to rank, each stage has the same coefficient c, but for
+    what the first microbatches of a rank of more weight than 1 / n take off.
+    """
+    c = 1 / (each * -np.expm1(ranks * np.log1p(-1 / np.maximum(each * m, 2))))
+    return c + (1 - 1 / each) * np.minimum(0.0, 1 - np.minimum(m, ranks) * c / m)
 
 
 def even_idle(of: Columns, work: np.ndarray, weight: np.ndarray) -> np.ndarray:
