@@ -1,11 +1,10 @@
 """Best-first search over the candidates of a large problem, most promising first.
 
-The most promising mesh of each recipe of practice (`planner.search.recipes`) is solved first.
+The most promising mesh of each recipe of practice (`planner.search.neighbours`) is solved first.
 `planner.search.heuristic` estimates which are most promising. Candidates are solved until no lower
-bound is below the best time, no estimate is promising any more, or enough were solved: then
-the neighbours of the best (`planner.search.neighbours`), as long as one is better. `Outcome.open`
-records what none of the rest can beat; `Outcome.rest` solves those that may be faster than the best
-by more than the gap that a certificate may have, where these are few. The graphs of layouts are
+bound is below the best time, no estimate is promising any more, or enough were solved: then the
+neighbours of the best, as long as one is better. `Outcome.open` records what none of the rest can
+beat; `planner.search.closing` solves those of them that leave the gap. The graphs of layouts are
 built on the way, those with a tensor axis only first.
 """
 
@@ -22,9 +21,8 @@ from graphaccel.planner.search.candidate_queue import CandidateQueue, QueueEntry
 from graphaccel.planner.search.candidates import Layout, Shape, plain_with, shard_sizes, weighed
 from graphaccel.planner.search.heuristic import estimate_best
 from graphaccel.planner.search.memory_floor import Open, least_open, seconds_with_memory
-from graphaccel.planner.search.neighbours import neighbours, shape_of
+from graphaccel.planner.search.neighbours import RECIPES, Recipe, neighbours, shape_of
 from graphaccel.planner.search.reasons import seconds
-from graphaccel.planner.search.recipes import RECIPES, Recipe
 from graphaccel.planner.search.search_state import Pass
 
 _SOLVED = 160  # candidates that are solved at most
@@ -37,8 +35,6 @@ _BOUNDED = 4  # layouts whose graphs are built for their bounds alone, ...
 _PROVED = 0.9  # ... where these are below so much of the best time, ...
 _GAINED = 1.02  # ... and by so much below those of all layouts that are built
 _NEAR = 48  # candidates around the best that are solved at most
-_Choices = tuple[str | tuple[str, ...], ...]  # of what is recomputed
-_CLOSING, _AT_ONCE = 320, 32  # that are solved at most for the gap, and between two looks at it
 # Of 460 candidates of Llama-3-405B on 1,024 to 16,384 devices none took less than 0.94 of the
 # estimate on its layout's own graph; on the graph of another layout estimates were too short, by 0
 # to 37 %.
@@ -107,7 +103,7 @@ class BestFirst:
         if work.goal == math.inf:
             for _ in self._around():
                 yield len(work.choices), least
-        self._leave()
+        self.leave()
 
     def _usual(self) -> Iterator[Shape]:
         """Solve the most promising mesh of each recipe; yields them."""
@@ -182,7 +178,7 @@ class BestFirst:
         if self.work.bounds.build(layout):
             self._push(layout)
             return True
-        self._impossible(layout)
+        self.impossible(layout)
         return False
 
     def _push_all(self) -> None:
@@ -191,7 +187,7 @@ class BestFirst:
         alone = [x for x in self.groups if x == replace(work.base_layout, tensor=x.tensor)]
         for layout in sorted(alone, key=lambda x: x.tensor):
             if not work.bounds.built(layout) and not work.bounds.build(layout):
-                self._impossible(layout)
+                self.impossible(layout)
                 continue
             self._push(layout)
             best = min(best, self.guessed[layout])
@@ -243,80 +239,12 @@ class BestFirst:
         if self.work.bounds.build(layout):
             self._push(layout)
         else:
-            self._impossible(layout)
+            self.impossible(layout)
 
-    def _impossible(self, layout: Layout) -> None:
+    def impossible(self, layout: Layout) -> None:
+        """Drop a layout that no graph can be sharded for."""
         meshes = self.groups.pop(layout)
         self.work.outcome.tally.impossible += len(self.work.choices) * len(meshes)
-
-    def close(self, target: float) -> None:
-        """Solve the candidates that may take at most `target` seconds, those with the least bounds
-        first, and build layouts for them, unless these are too many; record anew what is left."""
-        work = self.work
-        work.outcome.tally.pruned -= self.left
-        while True:
-            near = sorted(each for layout in self.groups for each in self._under(layout, target))
-            if not 0 < len(near) <= _CLOSING:
-                break
-            first = near[0][2].layout
-            if not work.bounds.built(first):
-                if not self._can_build(first) and first in self.groups:
-                    break
-                continue
-            for _, _, mesh, choices in near[:_AT_ONCE]:
-                if work.bounds.built(mesh.layout):
-                    self._solve_left(mesh, choices)
-        self._leave()
-
-    def _under(
-        self, layout: Layout, target: float
-    ) -> Iterator[tuple[float, tuple[object, ...], Shape, _Choices]]:
-        """Of a layout's meshes that were not solved with each recompute choice, those that may take
-        at most `target` seconds: (bound, order, mesh, choices)."""
-        work, crowded = self.work, self.crowded_out[layout]
-        free = np.delete(np.arange(len(self.groups[layout])), self.taken[layout])
-        places = np.array([*free.tolist(), *self.skipped[layout], *crowded], dtype=np.int64)
-        bounds, big = (column[places] for column in work.shape_bounds(layout))
-        places = places[(bounds <= target) & ~big]
-        least, whole = (
-            seconds_with_memory(
-                work.bounds, work.columns[layout].of(places), target, recompute=some
-            )
-            for some in (True, False)
-        )
-        recomputed = tuple(choice for choice in work.choices if choice != "none")
-        for place, bound, without in zip(
-            *map(np.ndarray.tolist, (places, least, whole)), strict=True
-        ):
-            mesh = self.groups[layout][place]
-            if place in crowded:
-                bound, left = without, ("none",)
-            else:
-                left = work.choices if without <= target else recomputed
-            if bound <= target and left:
-                yield bound, mesh.order, mesh, left
-
-    def _solve_left(self, mesh: Shape, choices: _Choices) -> None:
-        """Solve a mesh that was not solved with these recompute choices."""
-        work, layout, place = self.work, mesh.layout, self.work.place(mesh)
-        if place in self.skipped[layout]:
-            self.skipped[layout].remove(place)
-            work.outcome.tally.pruned -= len(work.choices)
-        elif place in self.crowded_out[layout]:
-            self.crowded_out[layout].remove(place)
-            work.outcome.tally.pruned -= 1
-        else:
-            self.taken[layout].append(place)
-        if "none" in work.choices and "none" not in choices:
-            self.crowded_out[layout].append(place)
-            work.outcome.tally.pruned += 1
-            work.missed(mesh)
-        for choice in choices:
-            if work.known(mesh):
-                work.outcome.tally.pruned += 1
-            else:
-                work.solve(work.bound(mesh), mesh._replace(recompute=choice))
-                self.solved += 1
 
     def _solve(self, mesh: Shape) -> None:
         """Solve a mesh with each recompute choice."""
@@ -340,7 +268,7 @@ class BestFirst:
                 work.solve(bound, mesh._replace(recompute=choice))
                 self.solved += 1
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
         """Record in the outcome how many candidates are left unsolved, and their lower bound."""
         work = self.work
         rows = {layout: self._left(layout) for layout in self.groups}
@@ -356,7 +284,7 @@ class BestFirst:
                 rows[first] = self._left(first)
             else:
                 del rows[first]
-                self._impossible(first)
+                self.impossible(first)
         free = (len(self.groups[layout]) - len(self.taken[layout]) for layout in rows)
         self.left = len(work.choices) * sum(free)
         work.outcome.tally.pruned += self.left
@@ -376,7 +304,8 @@ class BestFirst:
         """Those of some candidates of a layout that may be faster. choices: of recomputation."""
         work, places = self.work, np.array(numbers, dtype=np.int64)
         least, big = (column[places] for column in work.shape_bounds(layout))
-        of = work.columns[layout].of(places[(weighed(least) <= work.limit) & ~big])
+        possible = ~big & work.cuttable(layout)[places]
+        of = work.columns[layout].of(places[(weighed(least) <= work.limit) & possible])
         least = seconds_with_memory(work.bounds, of, work.limit, recompute=recompute)
         near = weighed(least) <= work.limit
         return Open(of.of(near), least[near], choices, recompute)

@@ -317,6 +317,11 @@ def _sums(bounds: Bounds, known: Layout, small: int, ends: tuple[int, int]) -> S
     )
 
 
+def most_stages(bounds: Bounds, known: Layout, small: int) -> int:
+    """The number of stages that the graph of a layout can be cut into at most."""
+    return len(candidate_cuts(*bounds.cached(sized_profile, known, small)).positions) + 1
+
+
 def longest_position(sized: SizedProfile) -> float:
     """Seconds of the position that takes longest, without casts, which may run elsewhere."""
     casts = 2 * np.maximum(sized.casts, sized.held_casts)

@@ -15,6 +15,7 @@ from itertools import chain
 from graphaccel.planner.plan.pins import Pins
 from graphaccel.planner.search.best_first import BestFirst
 from graphaccel.planner.search.candidates import Layout, Shape, plain, weighed
+from graphaccel.planner.search.closing import close
 from graphaccel.planner.search.exhaustive import solve_whole
 from graphaccel.planner.search.impossible import indivisible, no_shape
 from graphaccel.planner.search.reasons import mesh_key, seconds
@@ -79,9 +80,9 @@ def solve_all(
     return outcome
 
 
-def _close(first: BestFirst, target: float) -> None:
-    """Solve what is open below `target` seconds."""
-    first.close(target)
+def _close(first: BestFirst, target: float, gap: float) -> None:
+    """Solve what is open below `target` seconds, and rank the plans again."""
+    close(first, target, gap)
     _rank(first.work)
 
 

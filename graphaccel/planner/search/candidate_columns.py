@@ -99,9 +99,9 @@ def least_idle(of: Columns, work: np.ndarray, weight: np.ndarray) -> np.ndarray:
     these S inequalities that make all stages' coefficients equal, no cuts beat even ones: m + S - 1
     times an S-th of the work. With m <= S microbatches, where the first rank runs all forwards
     while it waits: 2 S / (2 S - m + 1) times the work. GPipe runs all forwards, then all backwards:
-    the even form for any m. Interleaved: `_interleaved_times`; even stages are not optimal, as with 2
-    ranks of 2 stages each 4 microbatches take 2.25 times the work, and 2.133 times with forwards of
-    3, 3, 3, 6 and backwards of 5, 5, 5, 0. With gradients of weights apart: those may fill what is
+    the even form for any m. Interleaved: `_interleaved_times`; even stages are not optimal: with 2
+    ranks of 2 stages each, 4 microbatches take 2.25 times the work, and 2.133 times with forwards
+    of 3, 3, 3, 6 and backwards of 5, 5, 5, 0. Gradients of weights that are apart may fill what is
     idle. Never more than the closed form of `planner.estimate.estimate`, which ranks the candidates
     first.
     """
@@ -121,10 +121,10 @@ def _interleaved_times(m: np.ndarray, ranks: np.ndarray, each: np.ndarray) -> np
 
     For each chunk k (of v) and rank r: before rank r runs the first microbatch of its stage of
     chunk k, that microbatch passes all stages before; from then until the last microbatch's
-    backward there it runs all its work but that of chunks below k of n = min(m, ranks) microbatches;
-    then that microbatch passes the stages before. Averaged over k, and over ranks with weights that
-    grow by 1 / (1 - 1 / (v m)) from rank to rank, each stage has the same coefficient c, but for
-    what the first microbatches of a rank of more weight than 1 / n take off.
+    backward there it runs all its work but that of chunks below k of n = min(m, ranks)
+    microbatches; then that microbatch passes the stages before. Averaged over k, and over ranks
+    with weights that grow by 1 / (1 - 1 / (v m)) from rank to rank, each stage has the same
+    coefficient c, but for what the first microbatches of a rank of more weight than 1 / n take off.
     """
     c = 1 / (each * -np.expm1(ranks * np.log1p(-1 / np.maximum(each * m, 2))))
     return c + (1 - 1 / each) * np.minimum(0.0, 1 - np.minimum(m, ranks) * c / m)

@@ -87,5 +87,5 @@ def _close_gap(outcomes: Sequence[Outcome]) -> None:
     for outcome in outcomes:
         best = min((seconds(each.fitting[0]) for each in outcomes if each.fitting), default=0.0)
         if outcome.rest is not None and outcome.open is not None:
-            outcome.rest((1 - _GAP) * best)
+            outcome.rest((1 - _GAP) * best, _GAP)
             outcome.rest = None  # what is found later has another problem's memory

@@ -22,7 +22,7 @@ from graphaccel.planner.plan.base_plan import base_plan
 from graphaccel.planner.plan.pins import RESHARDS, Pins
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.plan.prediction import Prediction
-from graphaccel.planner.search.bounds import Bounds
+from graphaccel.planner.search.bounds import Bounds, most_stages
 from graphaccel.planner.search.candidate_columns import Columns, columns
 from graphaccel.planner.search.candidates import (
     Layout,
@@ -142,6 +142,16 @@ class Pass:
             of = self.columns[layout]
             self._shape_bounds[key] = ShapeBounds(self.bounds.seconds(of), self.bounds.too_big(of))
         return self._shape_bounds[key]
+
+    def cuttable(self, layout: Layout) -> np.ndarray:
+        """Whether each of a layout's shapes can be cut into its stages; known once the graph of the
+        layout is built."""
+        of, bounds = self.columns[layout], self.bounds
+        if not bounds.built(layout):
+            return np.ones(len(of.small), dtype=bool)
+        sizes, place = of.sizes
+        most = np.array([bounds.cached(most_stages, layout, size) for size in sizes])
+        return of.pipeline * of.interleave <= most[place]
 
     def place(self, mesh: Shape) -> int:
         """The index of a mesh among those of its layout."""

@@ -128,8 +128,8 @@ class Outcome:
     were not solved, and seconds that they can not beat; None where there are none. cramped: least
     seconds of what memory alone rules out, or a bound of them. larger: kinds of plans
     (`reasons.kind_of`) of which some turned out larger than estimated. shared: caches shared with
-    other searches for the same plan. rest: solves what is open below the seconds that it is
-    given."""
+    other searches for the same plan. rest: solves what is open below so many seconds, or the share
+    of a better plan's seconds below that."""
 
     fitting: list[Plan] = field(default_factory=list)
     seen: list[Plan] = field(default_factory=list)
@@ -145,7 +145,7 @@ class Outcome:
     cramped: float = math.inf
     larger: set[tuple[int, ...]] = field(default_factory=set)
     shared: Shared = field(default_factory=Shared)
-    rest: Callable[[float], None] | None = None
+    rest: Callable[[float, float], None] | None = None
 
     def beside(self, other: Outcome, cluster: Cluster) -> None:
         """Add the candidates of another search for the same plan."""

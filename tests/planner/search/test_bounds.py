@@ -16,7 +16,7 @@ from graphaccel.compiler.model import without_data
 from graphaccel.planner.cluster.catalogue import cluster
 from graphaccel.planner.estimate.simulate import play
 from graphaccel.planner.plan.base_plan import base_plan
-from graphaccel.planner.plan.pins import Pins
+from graphaccel.planner.plan.pins import RESHARDS, Pins
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.profile.axis_collectives import collective_costs_of
 from graphaccel.planner.profile.profile import Profile
@@ -24,6 +24,7 @@ from graphaccel.planner.search.bounds import Bounds, recompute_curve
 from graphaccel.planner.search.branch_and_bound import seconds
 from graphaccel.planner.search.candidate_columns import columns, least_idle
 from graphaccel.planner.search.candidates import Layout, Shape, meshes_of
+from graphaccel.planner.search.closing import leanness
 from graphaccel.planner.search.data_axis_bounds import least_moved
 from graphaccel.planner.search.recompute import least_saved
 from graphaccel.planner.search.solve import with_cuts_and_blocks
@@ -174,6 +175,21 @@ def test_the_first_bytes_cost_least_to_do_without(wide: StepGraph) -> None:
     slopes = np.diff(costs) / np.diff(shares)
     assert len(slopes) > 1
     assert (np.diff(slopes) >= -1e-12).all()
+
+
+def test_what_keeps_no_less_is_solved_later() -> None:
+    """Of two candidates one of which rules out the other, the gap is closed with that one first."""
+    zeros = [(0, "always", "whole"), (1, "always", "whole"), (2, "always", "shards")]
+    zeros += [(3, again, "shards") for again in RESHARDS]
+    shapes = [
+        Shape(microbatches, 2, each, "", 4, *zero)
+        for microbatches in (1, 2, 8)
+        for each in (1, 2)
+        for zero in zeros
+    ]
+    pairs = [(more, less) for more in shapes for less in shapes if more.keeps_no_less(less)]
+    assert len(pairs) > 2 * len(shapes)
+    assert all(leanness(less) <= leanness(more) for more, less in pairs)
 
 
 def test_what_keeps_no_less() -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.search.candidates import Shape
-from graphaccel.planner.search.neighbours import neighbours, shape_of
-from graphaccel.planner.search.recipes import RECIPES
+from graphaccel.planner.search.neighbours import RECIPES, neighbours, shape_of
 
 SHAPE = Shape(4, 4, 1, "", 8, zero=1, tensor=2, schedule="zero_bubble")
 
