@@ -77,7 +77,8 @@ def test_an_author_starts_from_nothing(
     assert "wrote squared_relu.py" in capsys.readouterr().out
     lines = (tmp_path / "squared_relu.py").read_text().splitlines()
     assert len(lines) < 60
-    found = run("check", "squared_relu.py")
+    assert cli.main(["fusion", "check", "squared_relu.py"]) == 0
+    found = capsys.readouterr().out
     assert re.match(
         r"squared_relu: 75 calls .* 3 patterns found, 1 negatives .* 6 indices sharded: ok", found
     )

@@ -36,13 +36,16 @@ Cases = Mapping[str, Mapping[str, Hashable]]
 _FEW = 2
 """Processes that two cores run at once."""
 _LARGE = {"bart", "gpt_oss", "jetmoe", "mixtral", "resnet", "swin", "t5"}
-"""Models of the zoo whose processes count twice."""
+"""Models of the zoo whose processes count five times."""
+_MANY = 4
+"""The weight of cases that no quick run takes from HEAVY where the test has lighter ones: a
+large model, or more than four processes."""
 _AXES = ("data", "tensor", "pipeline", "context", "expert")
 
 
 def weight_of(parameters: Mapping[str, Any], tables: Mapping[str, Any]) -> int:
     """How many processes a case needs: that of its plan, `(processes, pins)`, of its pins, or of
-    axes that are named with their sizes; twice as many for a large model.
+    axes that are named with their sizes; five times as many for a large model.
 
     tables: names of the test's module; a parameter may be a key of one of its mappings.
     """
@@ -50,7 +53,7 @@ def weight_of(parameters: Mapping[str, Any], tables: Mapping[str, Any]) -> int:
     values = list(parameters.values())
     values += [table[v] for v in values if isinstance(v, str) for table in named if v in table]
     large = any(isinstance(value, str) and value in _LARGE for value in values)
-    return max(map(_processes, values), default=1) * (1 + large)
+    return max(map(_processes, values), default=1) * (1 + 4 * large)
 
 
 def _processes(value: object) -> int:
@@ -70,8 +73,9 @@ def some_cases(cases: Cases, weights: Mapping[str, int] | None = None) -> set[st
     Every test has at least one case, and at most a third of its cases (at least two), or a
     twelfth (at least one) in HEAVY. Within that number, a case comes first that has parameter
     values which no chosen case of the file has yet, so that tests with the same parameter share its
-    values; in HEAVY there are no other cases. Of cases with as many new values, those that weigh
-    more than _FEW come last; then a checksum of the id decides. weights: `weight_of` by test id.
+    values; in HEAVY there are no other cases, and none that weighs more than _MANY where there are
+    lighter ones. Of cases with as many new values, those that weigh more than _FEW come last; then
+    a checksum of the id decides. weights: `weight_of` by test id.
     """
     weights = weights or {}
     tests: dict[str, list[str]] = defaultdict(list)
@@ -85,6 +89,8 @@ def some_cases(cases: Cases, weights: Mapping[str, int] | None = None) -> set[st
             chosen.update(names)
             continue
         heavy = folder in HEAVY
+        if heavy:
+            names = [n for n in names if weights.get(n, 1) <= _MANY] or names
         limit = max(1, -(-len(names) // 12)) if heavy else max(2, -(-len(names) // 3))
         order = sorted(names, key=lambda n: (weights.get(n, 1) > _FEW, crc32(n.encode()), n))
         chosen |= _covering(

@@ -70,6 +70,16 @@ def test_of_equal_cases_those_that_weigh_much_come_last() -> None:
     assert some_cases(cases, {name: 1 + i % 2 for i, name in enumerate(cases)}) == some_cases(cases)
 
 
+def test_no_heavy_case_is_taken_where_there_are_lighter_ones() -> None:
+    plans = _cases("tests/gloo/test_a.py::test_x", plan=tuple("abcdefghijklmn"))
+    weights = {name: 8 if name[-2] in "abc" else 4 for name in plans}
+    assert all(weights[name] == 4 for name in some_cases(plans, weights))
+    only = _cases("tests/gloo/test_a.py::test_y", plan=("a", "b"))
+    assert len(some_cases(only, dict.fromkeys(only, 8))) == 1
+    texts = _cases("tests/ir/test_a.py::test_x", plan=("a", "b", "c"))
+    assert len(some_cases(texts, dict.fromkeys(texts, 8))) == 2
+
+
 def test_weight_of_a_case() -> None:
     tables = {"PLANS": {"zero": (2, {"data": 2}), "stages": (4, {}), "both": {"data": 2}}}
     assert weight_of({"plan": "zero", "model": "gpt"}, tables) == 2
@@ -78,4 +88,4 @@ def test_weight_of_a_case() -> None:
     assert weight_of({"pins": {"data": 2, "pipeline": 4, "zero": 3}}, {}) == 8
     assert weight_of({"fusions": True}, {}) == 1
     assert weight_of({"plan": "tensor2-pipeline4"}, {}) == 8
-    assert weight_of({"plan": "zero", "model": "t5"}, tables) == 4
+    assert weight_of({"plan": "zero", "model": "t5"}, tables) == 10

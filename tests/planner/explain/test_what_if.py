@@ -58,7 +58,7 @@ def test_each_other_value_is_the_best_plan_with_it(
             elif decision.name not in ("precision", "zero"):  # pinned, or not of the same numbers
                 assert choice.seconds >= seconds(plan)
         planned = sorted((c for c in decision.others if c.seconds), key=lambda c: c.seconds or 0)
-        for choice in {c.value: c for c in (*planned[:1], *planned[-1:])}.values():
+        for choice in planned[:1]:
             value = int(choice.value) if choice.value.isdecimal() else choice.value
             again, _ = run(captured("gpt"), made_up(4, 1000), **{decision.name: value})
             assert seconds(again) == choice.seconds

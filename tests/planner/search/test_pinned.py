@@ -29,7 +29,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "interleave": (1, 2),
     "recompute": ("none", "all"),
 }
-DRAWN = 24
+DRAWN = 12
 
 
 def slow(cluster: Cluster) -> Cluster:
