@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
@@ -44,7 +43,7 @@ from graphaccel.compiler.device_move import on_device
 from graphaccel.compiler.model import as_batch, check_supported, model_of
 from graphaccel.dispatch.optimizers import keeping_parameters_whole
 from graphaccel.dispatch.run import Run, RunSettings
-from graphaccel.dispatch.uncaught import ExplainedMemory
+from graphaccel.dispatch.uncaught import hooked
 from graphaccel.errors import GraphMisuse
 from graphaccel.optimized_model import Handle
 from graphaccel.planner.cluster.catalogue import cluster as named_cluster
@@ -56,7 +55,6 @@ from graphaccel.planner.plan.plan import Plan
 from graphaccel.runtime.broadcast import same_on_all_ranks
 from graphaccel.runtime.deferred import initial_values
 from graphaccel.runtime.environment import join_job
-from graphaccel.runtime.first_error import report_errors_once
 from graphaccel.runtime.inductor.compile import here
 from graphaccel.runtime.init_tape import InitTape
 from graphaccel.runtime.launch import check_devices, ensure_launched
@@ -139,6 +137,7 @@ def optimize(
 
     Raises a subclass of GraphAccelError; the model and the optimizer are then unchanged.
     """
+    hooked()
     decided = asked_pins(model, plan, pins)
     check = check_run(check, on_nonfinite, max_programs, batch)
     check_arguments(model, optimizer, decided, loss_fn, clip_norm)
@@ -193,7 +192,7 @@ def _attach(run: Run, initial: InitTape | None, example_batch: Any) -> None:
             handle.prepare(as_batch(example_batch), same_weights)
     attach(run.model, handle, handle.run, handle.state_dict, handle.has_all, handle.generating)
     handle.watch_steps()
-    sys.excepthook = ExplainedMemory(weakref.ref(handle), device)
+    hooked().explain_memory(handle, device)
 
 
 def plan(
@@ -361,7 +360,7 @@ def _start(count: int, timeout: float) -> torch.device:
     if count > 1 and not dist.is_initialized():
         with meeting_by_variables(os.environ, timeout):
             dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout))
-        report_errors_once()  # behind torch's hook, which names the rank
+        hooked()  # in front of torch's hook, which names the rank
         atexit.register(_leave)
     return device
 

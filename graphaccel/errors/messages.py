@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import FrameType
 
 
 @dataclass(frozen=True)
@@ -44,18 +45,24 @@ class Location:
         return [*head, number + text, f"{' ' * 5} | {carets} {note}".rstrip()]
 
 
-_OWN = os.path.dirname(os.path.dirname(__file__))
+_OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_PYTHON = os.path.dirname(linecache.__file__) + os.sep
 
 
 def line_of_script() -> Location | None:
     """The innermost line on the call stack outside of graphaccel, torch and installed code."""
     frame = sys._getframe(1)
     while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith((_OWN, "<")) and "/site-packages/" not in file:
-            return Location(file, frame.f_lineno)
+        if is_of_script(frame):
+            return Location(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back
     return None
+
+
+def is_of_script(frame: FrameType) -> bool:
+    """Whether a frame is of code outside of graphaccel, torch and installed code."""
+    file = frame.f_code.co_filename
+    return not file.startswith((_OWN, _PYTHON, "<")) and "/site-packages/" not in file
 
 
 @dataclass(frozen=True)
