@@ -11,6 +11,15 @@ from importlib import metadata
 from graphaccel import __version__
 from graphaccel.errors.messages import columns, format_bytes
 
+REQUIRED = ("jinja2", "networkx", "numpy", "onnx", "rich", "sympy", "typing-extensions")
+OPTIONAL = {
+    "transformers": "no `graphaccel train`, no Trainer: pip install 'graphaccel[integrations]'",
+    "tokenizers": "no text is made tokens: pip install 'graphaccel[examples]'",
+    "accelerate": "no `Accelerator`: pip install 'graphaccel[integrations]'",
+    "lightning": "no `Strategy` of Lightning: pip install 'graphaccel[lightning]'",
+}
+"""What is missing without a package that some commands or integrations need."""
+
 _TORCH_FROM, _TORCH_BEFORE = (2, 11), (2, 14)
 
 
@@ -56,7 +65,7 @@ def package_findings(version_of: Callable[[str], str | None]) -> list[Finding]:
     """Python and the packages; `version_of` gives a distribution's version or None."""
     findings = [Finding("python", platform.python_version())]
     findings.append(_torch(version_of("torch")))
-    for name in ("numpy", "networkx", "sympy", "onnx", "rich"):
+    for name in REQUIRED:
         version = version_of(name)
         missing = "" if version else f"graphaccel needs it: pip install {name}"
         findings.append(Finding(name, version or "missing", missing, fatal=version is None))
@@ -64,6 +73,9 @@ def package_findings(version_of: Callable[[str], str | None]) -> list[Finding]:
     triton = version_of("triton")
     cost = "" if triton else "no fused GPU kernels; nothing is lost without a GPU"
     findings.append(Finding("triton", triton or "missing", cost))
+    for name, lacks in OPTIONAL.items():
+        version = version_of(name)
+        findings.append(Finding(name, version or "missing", "" if version else lacks))
     return findings
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from typing import Any
+import re
+from typing import Any, NoReturn
+
+_CHOICE = re.compile(r"invalid choice: '(.*?)' \(choose from (.*)\)")
 
 
 class Parser(argparse.ArgumentParser):
@@ -25,3 +28,12 @@ class Parser(argparse.ArgumentParser):
             if word.startswith("--") and close:
                 self.error(f"unrecognized arguments: {' '.join(unknown)} (is it {close[0]}?)")
         return parsed, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """End with one line instead of the usage of dozens of options, and the closest choice."""
+        wrong = _CHOICE.search(message)
+        if wrong is not None:
+            names = re.findall(r"[\w.-]+", wrong[2])
+            close = difflib.get_close_matches(wrong[1], names, cutoff=0.4)
+            message += f" (is it {close[0]}?)" if close else ""
+        self.exit(2, f"{self.prog}: error: {message}\n  help: {self.prog} --help\n")

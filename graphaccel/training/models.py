@@ -27,6 +27,11 @@ _CLASSES = {
 }
 _COUNTS = re.compile(r"^(n|num)_|_(layers|heads|size|dim)$")
 """Names of fields that are counts."""
+_OF_SIZES = (
+    ArithmeticError, AssertionError, LookupError, OSError, RuntimeError, TypeError, ValueError,
+)  # fmt: skip
+"""What the code of a model raises for sizes that it can not have, and a folder for weights that can
+not be read; not what is wrong with the code or with what is installed."""
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
 
 
@@ -170,7 +175,7 @@ def make_model(task: str, model: str, config: PretrainedConfig) -> nn.Module:
         if any((Path(model) / name).is_file() for name in _WEIGHTS):
             return kind.from_pretrained(model, config=config)
         return kind.from_config(config)
-    except Exception as error:  # whatever the model's code makes of its sizes
+    except _OF_SIZES as error:
         if "ignore_mismatched_sizes" in str(error):
             raise _other_sizes(model, config) from None
         raise BadTraining(what="the model can not be made", why=_line(error)) from error

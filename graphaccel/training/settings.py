@@ -13,6 +13,7 @@ from typing import Any
 from graphaccel.errors import BadTraining
 from graphaccel.planner.plan.option_values import positive
 from graphaccel.planner.plan.pins import NAMES as PIN_NAMES
+from graphaccel.training.exclusive import drop_replaced
 from graphaccel.training.places import check_places
 
 PAIRS = "next-sentence"
@@ -232,13 +233,16 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 def settings_of(
     arguments: argparse.Namespace, file: Path | None
 ) -> tuple[Settings, dict[str, Any]]:
-    """The settings of a file with those of the command line over them, and the file's pins.
+    """The settings of a file with those of the command line over them, and the file's pins. Of two
+    settings of which a run takes one, the typed one goes before the file's.
 
     file: YAML (or JSON), or TOML where its name ends so: settings by name, and `pins`.
 
     Raises BadTraining (GA418) for an unknown name, a value of another kind, and what is missing.
     """
     said, pins = _of_file(file) if file is not None else ({}, {})
+    if file is not None:
+        drop_replaced(said, pins, arguments, file)
     names = [setting.name for setting in dataclasses.fields(Settings)]
     fields = [*said.get("model_settings", ()), *getattr(arguments, "model_settings", ())]
     said |= {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}

@@ -263,3 +263,12 @@ def test_an_unknown_option_is_named_with_the_closest(
         cli.main(words)
     assert caught.value.code == 2
     assert text in capsys.readouterr().err
+
+
+def test_a_wrong_choice_is_one_line_with_the_closest(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", "--task", "causal-ml"])
+    said = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2
+    assert said[0].endswith("(is it causal-lm?)")
+    assert said[1:] == ["  help: graphaccel train --help"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import metadata
 
 import pytest
+from packaging.requirements import Requirement
 
 from graphaccel.cli import doctor
 from graphaccel.cli import main as cli
@@ -19,6 +20,7 @@ COMPLETE = {
     "rich": "15.0.0",
     "onnxruntime-training-cpu": "1.19.2",
     "triton": "3.5.0",
+    **dict.fromkeys((*doctor.REQUIRED, *doctor.OPTIONAL), "1.0"),
 }
 
 
@@ -32,7 +34,18 @@ def test_nothing_is_amiss_with_everything_installed() -> None:
     assert findings["onnxruntime"].state == "1.19.2 (onnxruntime-training-cpu)"
 
 
-@pytest.mark.parametrize("name", ["torch", "numpy", "networkx", "sympy", "onnx"])
+def test_each_declared_dependency_is_listed() -> None:
+    declared = [Requirement(line) for line in metadata.requires("graphaccel") or ()]
+    extras = ("gpu", "ort", "examples", "integrations", "lightning")
+    names = {
+        r.name
+        for r in declared
+        if r.marker is None or any(f'extra == "{extra}"' in str(r.marker) for extra in extras)
+    }
+    assert names <= {*COMPLETE, "onnxruntime-training-cpu"}
+
+
+@pytest.mark.parametrize("name", ["torch", *doctor.REQUIRED])
 def test_missing_requirement_is_fatal(name: str) -> None:
     finding = _of({k: v for k, v in COMPLETE.items() if k != name})[name]
     assert finding.fatal

@@ -160,3 +160,14 @@ def test_a_model_that_torch_refuses_to_make() -> None:
     config = transformers.RobertaConfig(**NARROW, max_position_embeddings=32, pad_token_id=299)
     with pytest.raises(BadTraining, match="the model can not be made"):
         make_model("masked-lm", "roberta", config)
+
+
+def test_a_fault_that_is_not_of_the_sizes_is_raised_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def missing(config: object) -> None:
+        raise ImportError("install timm")
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_config", missing)
+    with pytest.raises(ImportError, match="timm"):
+        make_model("causal-lm", "gpt2", transformers.GPT2Config())

@@ -72,6 +72,26 @@ def test_a_file_may_be_toml(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("of_file", "typed", "line"),
+    [
+        ("warmup_fraction: 0.1", "--warmup-steps=3", "--warmup-steps, not `warmup_fraction`"),
+        ("warmup_steps: 3", "--warmup-fraction=0.1", "--warmup-fraction, not `warmup_steps`"),
+        ("epochs: 2", "--steps=9", "--steps, not `epochs`"),
+        ("pins: {microbatches: 2}", "--micro-batch=4", "--micro-batch, not `microbatches`"),
+    ],
+)
+def test_what_is_typed_goes_before_its_other_form_in_a_file(
+    of_file: str, typed: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(of_file)
+    settings, pins = read(*LEAST, typed, file=file)
+    plain, _ = read(*LEAST, typed)
+    assert (settings, pins) == (plain, {})
+    assert f"settings   {line} of {file}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("words", "text"),
     [
         ([*LEAST, "--next-sentence"], "`next_sentence` is for the task masked-lm"),
