@@ -22,14 +22,13 @@ from graphaccel.arguments import (
     MAX_PROGRAMS,
     asked_pins,
     check_arguments,
-    check_can_run,
     check_job,
     check_run,
     check_settings,
     check_whole,
     device_count,
     plan_path,
-    read_plan,
+    runnable_plan,
     with_checkpointing,
 )
 from graphaccel.capture.batch import flatten_call
@@ -147,8 +146,7 @@ def optimize(
     if os.environ.get(PLAN_ONLY) == "1":
         job = (loss_fn, decided, example_batch, batch_dims, batch)
         return _plan_only(PlanRequested(model, optimizer, *job))
-    given = read_plan(plan, decided)
-    check_can_run(given, decided)
+    given = runnable_plan(plan, decided)
     count, device = start_ranks(devices, given, cluster, timeout)
     where = cluster or cluster_here(count, device)
     decided = here(decided, device, where) if given is None else decided

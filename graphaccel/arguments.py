@@ -259,6 +259,13 @@ def check_can_run(given: Plan | None, pins: Mapping[str, Any]) -> None:
         )
 
 
+def runnable_plan(given: str | Path | Plan | None, pins: Mapping[str, Any]) -> Plan | None:
+    """As `read_plan`; raises BadPin (GA202) also for what can be planned but not run."""
+    plan = read_plan(given, pins)
+    check_can_run(plan, pins)
+    return plan
+
+
 def read_plan(given: str | Path | Plan | None, pins: Mapping[str, Any]) -> Plan | None:
     """The plan to run exactly, read from its file if given as one, checked as far as possible
     without a graph.

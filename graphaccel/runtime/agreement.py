@@ -213,8 +213,8 @@ class Agreement:
         except RuntimeError as error:
             if not is_connection(error):
                 raise
-            told = f"the other ranks, while this one {describe()}"
-            raise self._lost(error, told) from error
+            waiting = f"the other ranks, while this one {describe()}"
+            raise self._lost(error, waiting) from error
         differs = said != said[0]
         column = int(differs.any(0).nonzero()[0])
         odd = tuple(differs[:, column].nonzero().flatten().tolist())

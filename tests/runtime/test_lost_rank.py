@@ -15,7 +15,7 @@ from graphaccel import errors
 from graphaccel.ir.program import StageProgram, Value
 from graphaccel.runtime.execution import failures
 from graphaccel.runtime.execution.failures import Failures
-from graphaccel.runtime.execution.lost_rank import made_in, module_of, modules_of
+from graphaccel.runtime.execution.lost_rank import module_of, modules_of, values_from
 from graphaccel.runtime.parameters.readable import read_by_all
 from graphaccel.schedule.table import Action
 
@@ -61,7 +61,7 @@ def test_many_modules_are_counted() -> None:
     ids=lambda value: getattr(value, "kind", None),
 )
 def test_a_message_has_the_modules_of_its_values(action: Action, modules: str) -> None:
-    assert made_in(_two_stages(), action) == modules
+    assert values_from(_two_stages(), action) == modules
 
 
 def _graph(module: str) -> fx.GraphModule:

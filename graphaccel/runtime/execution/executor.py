@@ -22,9 +22,9 @@ from graphaccel.runtime.execution.failures import Failures, cause_of
 from graphaccel.runtime.execution.lost_rank import (
     described,
     is_connection,
-    made_in,
     module_of,
     modules_of,
+    values_from,
 )
 from graphaccel.runtime.execution.messages import Messages, sent_values
 from graphaccel.runtime.execution.out_of_memory import is_out_of_memory, out_of_memory
@@ -383,7 +383,7 @@ class Executor:
             if current.kind in ("send", "receive"):
                 lost = f"rank {self._mesh.rank_of(current.peer)} (stage {current.peer})"
             waiting = described(current)
-            module = module or made_in(self._program, current)
+            module = module or values_from(self._program, current)
         if current is None or current.kind == "reduce":
             module = module or modules_of(names)
         return RankLost(

@@ -53,18 +53,18 @@ def cause_of(error: RuntimeError) -> str:
         store = _answering_store()
     except (RuntimeError, ValueError):  # the store went with its rank; there is no process group
         return first_line(error)
-    told: list[str] = []
+    answer: list[str] = []
 
     def ask() -> None:
         with suppress(RuntimeError, ValueError):
             if store.check([_KEY]):
-                told.append(store.get(_KEY).decode())
+                answer.append(store.get(_KEY).decode())
 
     # Where the rank that has the store is stopped, torch waits for its answer without a limit.
     asking = threading.Thread(target=ask, name="graphaccel-cause", daemon=True)
     asking.start()
     asking.join(_ANSWERS)
-    return told[0] if told else first_line(error)
+    return answer[0] if answer else first_line(error)
 
 
 def _answering_store() -> Any:

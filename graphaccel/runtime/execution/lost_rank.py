@@ -59,7 +59,7 @@ def modules_of(names: Iterable[str]) -> str:
     return _listed(name.rpartition(".")[0] for name in names)
 
 
-def made_in(program: StepProgram, action: Action) -> str:
+def values_from(program: StepProgram, action: Action) -> str:
     """The modules whose values an action waits for: what a message carries from stage to stage, or
     what the forwards of a stage hand to its head; "" for another action."""
     if action.kind == "head":
