@@ -77,11 +77,9 @@ def of_device(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     rows = _weights(_ROWS, device, 2)
     total = torch.zeros((), dtype=torch.int64, device=device)
     for tensor in tensors:
-        flat = _bytes(tensor)
-        missing = -flat.numel() % (8 * _WIDTH)
-        words = torch.nn.functional.pad(flat, (0, missing)).view(torch.int64).view(-1, _WIDTH)
-        for part in words.split(_ROWS):
-            sums = (_mixed(part) * columns).sum(1)
+        for part in _bytes(tensor).split(8 * _WIDTH * _ROWS):
+            words = _words(part)
+            sums = (_mixed(words) * columns).sum(1)
             total = total * 1_000_003 + (_mixed(sums) * rows[: len(sums)]).sum()
     return total
 
@@ -90,6 +88,15 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """uint8 [bytes]: the tensor's values as bytes."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return plain.reshape(-1).view(torch.uint8)
+
+
+def _words(part: torch.Tensor) -> torch.Tensor:
+    """int64 [rows, _WIDTH] of bytes, the last of them zeros where they do not fill a row. Copied
+    only then, or where they do not lie on a multiple of 8: a part is small, a tensor may not be."""
+    missing = -part.numel() % (8 * _WIDTH)
+    if missing or part.data_ptr() % 8 or part.storage_offset() % 8:
+        part = torch.nn.functional.pad(part, (0, missing))
+    return part.view(torch.int64).view(-1, _WIDTH)
 
 
 def _mixed(words: torch.Tensor) -> torch.Tensor:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from graphaccel.compat.torch.modes import TorchDispatchMode
+from graphaccel.compat.torch.pytree import tree_leaves
 from graphaccel.runtime import digest
 
 WAYS: dict[str, Callable[[Tensor], int]] = {
@@ -58,6 +61,40 @@ def test_an_ignored_label_is_no_other(way: str) -> None:
         changed = labels.clone()
         changed[2, 3] = other
         assert WAYS[way](changed) != WAYS[way](labels)
+
+
+def test_where_bytes_lie_is_no_value() -> None:
+    values = torch.randn(4096, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    shifted = torch.cat([values[:1], values])[1:]
+    assert shifted.storage_offset() == 1
+    assert WAYS["device"](shifted) == WAYS["device"](values)
+
+
+class _Largest(TorchDispatchMode):
+    """The most bytes that an op's result takes, beside those of `whole`."""
+
+    def __init__(self, whole: Tensor) -> None:
+        super().__init__()
+        self.whole, self.most = whole.untyped_storage().data_ptr(), 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for each in tree_leaves(result):
+            if not isinstance(each, Tensor):
+                continue
+            memory = each.untyped_storage()
+            if memory.data_ptr() != self.whole:
+                self.most = max(self.most, memory.nbytes())
+        return result
+
+
+def test_a_large_tensor_is_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading weights takes little of the memory that is left."""
+    monkeypatch.setattr(digest, "_ROWS", 2)
+    large = torch.ones(1_000_001)
+    with _Largest(large) as largest:
+        WAYS["device"](large)
+    assert 0 < largest.most <= 2 * 8 * digest._WIDTH
 
 
 def test_texts_and_numbers() -> None:
