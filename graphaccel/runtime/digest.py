@@ -92,7 +92,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _words(part: torch.Tensor) -> torch.Tensor:
     """int64 [rows, _WIDTH] of bytes, the last of them zeros where they do not fill a row. Copied
-    only then, or where they do not lie on a multiple of 8: a part is small, a tensor may not be."""
+    only then, or where their address is no multiple of 8: a part is small, a tensor may not be."""
     missing = -part.numel() % (8 * _WIDTH)
     if missing or part.data_ptr() % 8 or part.storage_offset() % 8:
         part = torch.nn.functional.pad(part, (0, missing))
