@@ -93,7 +93,7 @@ class Closing:
         holds, the leanest first."""
         group = [one for one in near if one[2].comparable == near[0][2].comparable]
         near[:] = [one for one in near if one[2].comparable != near[0][2].comparable]
-        for _, _, mesh, choices in sorted(group, key=lambda one: leanness(one[2])):
+        for _, _, mesh, choices in sorted(group, key=lambda one: fewest_bytes_first(one[2])):
             self._solve_left(mesh, choices)
 
     def _under(self, layout: Layout) -> Iterator[_Near]:
@@ -148,7 +148,7 @@ class Closing:
                 first.solved += 1
 
 
-def leanness(mesh: Shape) -> tuple[object, ...]:
+def fewest_bytes_first(mesh: Shape) -> tuple[object, ...]:
     """Sort key of meshes that share what `Shape.keeps_no_less` compares: the leanest first."""
     return (
         mesh.interleave,

@@ -70,7 +70,7 @@ def faster_on_host(
     host, goal = problem.cluster.host, goal_of(best)
     result, useless = [], []
     if host is None or host.shared or without.cramped > goal:
-        _close_gap([without])
+        close_gap([without])
         return []
     for spared in offered(pins, problem, batch)[1:]:
         wanted = replace(pins, spared=spared)
@@ -78,14 +78,14 @@ def faster_on_host(
         (result if outcome.fitting else useless).append((wanted, outcome))
         if outcome.fitting:
             goal = seconds(outcome.fitting[0]) / _MORE_COPIES
-    _close_gap([without, *(outcome for _, outcome in (*result, *useless))])
+    close_gap([without, *(outcome for _, outcome in (*result, *useless))])
     return [*reversed(result), *useless]
 
 
-def _close_gap(outcomes: Sequence[Outcome]) -> None:
+def close_gap(outcomes: Sequence[Outcome]) -> None:
     """Solve what may be faster than the best of all by more than the gap."""
     for outcome in outcomes:
         best = min((seconds(each.fitting[0]) for each in outcomes if each.fitting), default=0.0)
         if outcome.rest is not None and outcome.open is not None:
             outcome.rest((1 - _GAP) * best, _GAP)
-            outcome.rest = None  # what is found later has another problem's memory
+            outcome.rest = None

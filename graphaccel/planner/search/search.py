@@ -52,6 +52,7 @@ from graphaccel.planner.search.capabilities import (
 )
 from graphaccel.planner.search.impossible import uneven_note
 from graphaccel.planner.search.offload_search import (
+    close_gap,
     faster_on_host,
     goal_of,
     missing,
@@ -283,6 +284,7 @@ def _proved(
         smaller = scaled(problem, plan, exact)
         if not solved_anew or smaller.cluster.device.memory < corrected.cluster.device.memory:
             corrected, solved = smaller, solve_all(smaller, pins, batch)
+            close_gap([solved])
             outcome.open, solved_anew = solved.open or outcome.open, solved.fitting
         queue = [*_of_other_kinds(problem, pins, outcome, solved_anew), *solved_anew]
         if not queue:

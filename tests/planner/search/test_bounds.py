@@ -24,7 +24,7 @@ from graphaccel.planner.search.bounds import Bounds, recompute_curve
 from graphaccel.planner.search.branch_and_bound import seconds
 from graphaccel.planner.search.candidate_columns import columns, least_idle
 from graphaccel.planner.search.candidates import Layout, Shape, meshes_of
-from graphaccel.planner.search.closing import leanness
+from graphaccel.planner.search.closing import fewest_bytes_first
 from graphaccel.planner.search.data_axis_bounds import least_moved
 from graphaccel.planner.search.recompute import least_saved
 from graphaccel.planner.search.solve import with_cuts_and_blocks
@@ -189,7 +189,7 @@ def test_what_keeps_no_less_is_solved_later() -> None:
     ]
     pairs = [(more, less) for more in shapes for less in shapes if more.keeps_no_less(less)]
     assert len(pairs) > 2 * len(shapes)
-    assert all(leanness(less) <= leanness(more) for more, less in pairs)
+    assert all(fewest_bytes_first(less) <= fewest_bytes_first(more) for more, less in pairs)
 
 
 def test_what_keeps_no_less() -> None:
