@@ -16,7 +16,6 @@ import sys
 from collections.abc import Mapping, MutableMapping
 
 from graphaccel.errors import NotAlone
-from graphaccel.runtime.rendezvous import check_variables
 
 _PORTS = range(20_000, 40_000)
 _RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -46,13 +45,9 @@ def check_launcher(environment: Mapping[str, str] = os.environ) -> None:
     """Check the launcher's variables before a library reads them that starts a process group itself
     and reports what is wrong with a traceback of its own.
 
-    Raises NotAlone (GA409), NoMeeting (GA419).
+    Raises NotAlone (GA409).
     """
-    joined = dict(environment)
-    join_job(True, joined)
-    # A script may say itself where the processes meet; not where the launcher says half of it.
-    if _count(joined, "WORLD_SIZE", 1) > 1 and "MASTER_PORT" in joined:
-        check_variables(joined)
+    join_job(True, dict(environment))
 
 
 def _check_ranks(env: Mapping[str, str]) -> None:

@@ -61,8 +61,13 @@ def meet(flags: Sequence[str], command: str) -> str:
 def meeting_by_variables(environment: Mapping[str, str], seconds: float) -> Iterator[None]:
     """The same in a process that a launcher gave `MASTER_ADDR` and `MASTER_PORT`; then what torch
     raises meanwhile is NoMeeting (GA419), too."""
-    command = _by_variables()
-    address, port = check_variables(environment)
+    address, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
+    command = (
+        f"MASTER_ADDR=FIRST_MACHINE MASTER_PORT={_PORT} RANK=0 WORLD_SIZE=2 python {_script()}"
+    )
+    if not address or not port:
+        missing = "MASTER_PORT" if address else "MASTER_ADDR"
+        raise NoMeeting(place="", cause=f"{missing} is not set", command=command)
     place = _place(f"{address}:{port}", command)
     if environment.get("RANK") != "0":
         _wait_at(*place, seconds, command)
@@ -70,19 +75,6 @@ def meeting_by_variables(environment: Mapping[str, str], seconds: float) -> Iter
         _check_own(*place, seconds, command)
     with torch_meets(f"{address}:{port}", command):
         yield
-
-
-def check_variables(environment: Mapping[str, str]) -> tuple[str, str]:
-    """Where the processes of a job meet. Raises NoMeeting (GA419) where no variable says it."""
-    address, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
-    if not address or not port:
-        missing = "MASTER_PORT" if address else "MASTER_ADDR"
-        raise NoMeeting(place="", cause=f"{missing} is not set", command=_by_variables())
-    return address, port
-
-
-def _by_variables() -> str:
-    return f"MASTER_ADDR=FIRST_MACHINE MASTER_PORT={_PORT} RANK=0 WORLD_SIZE=2 python {_script()}"
 
 
 @contextmanager
