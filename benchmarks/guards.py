@@ -1,6 +1,8 @@
-"""What comparing Python state before each step costs: GPT-2 small of transformers, one process.
+"""What is done beside each training step costs: GPT-2 small of transformers, one process.
 
-The check is timed by itself, many times, beside the step it stands before.
+Python state is compared before each step (`places`); with several ranks weights are compared, too,
+64 times a whole turn; `graphaccel train --metrics` writes a line at each log, here after each step.
+Each is timed by itself, many times, beside the step.
 """
 
 from __future__ import annotations
@@ -10,8 +12,11 @@ import json
 import os
 import platform
 import statistics
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,6 +24,10 @@ import torch
 import graphaccel
 from benchmarks.shared.common import RESULTS
 from graphaccel.capture.batch import flatten_call
+from graphaccel.planner.plan.axis_order import AXES
+from graphaccel.runtime.copies import EVERY, Copies
+from graphaccel.runtime.mesh import Mesh
+from graphaccel.training.metrics import Metrics, MetricsFile
 
 STEPS = 5
 CHECKS = 2000
@@ -42,12 +51,12 @@ def measure(layers: int, rows: int, tokens: int) -> dict[str, Any]:
     captures = model.graphaccel.compiler.captures
     (step,) = captures.steps.values()
     guards = captures.guards(step, flatten_call((), {}))
-    checks = []
-    for _ in range(CHECKS):
-        start = time.perf_counter()
-        assert guards.hold()
-        checks.append(time.perf_counter() - start)
-    check, whole = statistics.median(checks), statistics.median(steps[1:])
+    assert guards.hold()
+    copies = Copies(model.parameters(), Mesh(0, dict.fromkeys(AXES, 1)))
+    copies.numbers()  # the first looks where weights are
+    check, whole = _median(guards.hold, CHECKS), statistics.median(steps[1:])
+    weights = statistics.mean(_seconds(copies.numbers) for _ in range(EVERY))
+    line = _metrics(model, rows, tokens)
     return {
         "model": f"GPT-2, {layers} layers, {rows} x {tokens} tokens, AdamW",
         "machine": {"cores": os.cpu_count(), "processor": processor()},
@@ -57,7 +66,38 @@ def measure(layers: int, rows: int, tokens: int) -> dict[str, Any]:
         "check_microseconds": round(1e6 * check, 1),
         "step_milliseconds": round(1e3 * whole, 1),
         "percent": round(100 * check / whole, 4),
+        "weights_milliseconds": round(1e3 * weights, 2),
+        "weights_percent": round(100 * weights / whole, 4),
+        "metrics_microseconds": round(1e6 * line, 1),
+        "metrics_percent": round(100 * line / whole, 4),
     }
+
+
+def _metrics(model: Any, rows: int, tokens: int) -> float:
+    """Seconds of a line of metrics, with what is measured for it."""
+    state = SimpleNamespace(is_world_process_zero=True, global_step=1)
+    with tempfile.TemporaryDirectory() as folder:
+        metrics = Metrics(
+            [MetricsFile(Path(folder) / "metrics.jsonl", resumes=False)], rows, tokens
+        )
+        metrics.on_train_begin(None, state, None)
+
+        def step() -> None:
+            metrics.on_step_begin(None, state, None)
+            metrics.on_step_end(None, state, None)
+            metrics.on_log(None, state, None, logs={"loss": 1.0}, model=model)
+
+        return _median(step, CHECKS)
+
+
+def _median(act: Callable[[], Any], times: int) -> float:
+    return statistics.median(_seconds(act) for _ in range(times))
+
+
+def _seconds(act: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    act()
+    return time.perf_counter() - start
 
 
 def processor() -> str:
