@@ -135,7 +135,8 @@ class Handle:
         if self._prepared is None:
             return None
         planned = self._prepared.planned
-        throughput = throughput_of(planned.step, planned.plan, planned.cluster)
+        step, plan, once = planned.step, planned.plan, planned.step.analyses.cached
+        throughput = once((plan.batch, plan.precision), throughput_of, step, plan, planned.cluster)
         return throughput.utilisation(seconds, planned.plan.devices)
 
     def host_tensors(self) -> tuple[torch.Tensor, ...]:
