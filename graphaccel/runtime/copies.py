@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -122,4 +123,9 @@ def _processor(device: torch.device) -> str:
     """What computes the updates: processors of different kinds may round them differently."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{platform.processor()} {torch.backends.cpu.get_cpu_capability()}"
+    try:  # what platform.processor() gives on Linux is empty, or the same for all
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = next((line for line in lines if line.startswith("model name")), platform.processor())
+    return f"{named} {torch.backends.cpu.get_cpu_capability()}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -100,6 +101,14 @@ def test_ranks_of_a_tensor_axis_are_not_compared() -> None:
         weight[0, 0] += rank % 2
 
     assert _ranks(rounds) == ()
+
+
+def test_processors_of_other_kinds_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, keys = torch.ones(3), set()
+    for kind in ("model name : one\n", "model name : other\n", "model name : other\n"):
+        monkeypatch.setattr(Path, "read_text", lambda _, kind=kind: kind)
+        keys.add(Copies([weight], Mesh(0, SIZES)).numbers()[0])
+    assert len(keys) == 2
 
 
 def test_weights_are_read_as_they_are() -> None:
