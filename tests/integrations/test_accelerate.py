@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import runpy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +24,7 @@ from tests.support.pool import Pool
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.filterwarnings("ignore")]
 
+ROOT = Path(__file__).parents[2]
 STEPS = 8
 
 
@@ -203,3 +209,64 @@ def test_a_model_without_its_optimizer_is_refused(call: str) -> None:
 def test_a_frozen_model_stays_plain() -> None:
     teacher = gpt2().requires_grad_(False)
     assert not hasattr(Accelerator().prepare(teacher), "graphaccel")
+
+
+LAUNCHED = """
+import json, torch
+from graphaccel.integrations.accelerate import Accelerator
+
+def training():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+def small(accelerator):
+    model, optimizer = training()
+    rows = torch.randn(48, 4, generator=torch.Generator().manual_seed(1))
+    loader = torch.utils.data.DataLoader(rows, batch_size=8)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    losses = []
+    for batch in loader:
+        loss = model(batch).square().mean()
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return model, losses
+
+if __name__ == "__main__":
+    accelerator = Accelerator()
+    model, losses = small(accelerator)
+    if accelerator.is_main_process:
+        print("FOUND", json.dumps([model.graphaccel.plan.devices, losses]), flush=True)
+    Accelerator(optimize={"tensr": 2}).prepare(*training())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 1])
+def test_accelerate_launch_starts_it(processes: int, tmp_path: Path) -> None:
+    """As many devices as it starts, the losses of plain Accelerate, and an error is said once."""
+    script = tmp_path / "train.py"
+    script.write_text(LAUNCHED)
+    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    own = {"HF_HOME": str(tmp_path), "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    several = "--cpu" if processes == 1 else "--multi_gpu"  # --cpu starts one, whatever it is told
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "accelerate.commands.launch", several, "--num_processes",
+            str(processes), "--num_machines", "1", "--main_process_port", "0",
+            "--mixed_precision", "no", "--dynamo_backend", "no", str(script),
+        ],
+        env=kept | own, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    lines = [each for each in done.stdout.splitlines() if each.startswith("FOUND ")]
+    assert len(lines) == 1, done.stderr
+    devices, losses = json.loads(lines[0].removeprefix("FOUND "))
+    assert devices == processes
+    _, expected = runpy.run_path(str(script))["small"](accelerate.Accelerator(cpu=True))
+    assert losses == pytest.approx(expected, abs=1e-6)
+    assert abs(losses[0] - losses[-1]) > 1e-3
+    assert done.returncode == 1
+    assert done.stderr.count("error[GA202]: tensr=2") == done.stderr.count("error[GA") == 1

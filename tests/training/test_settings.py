@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from graphaccel.cli.main import build_parser
+from graphaccel.cli.pin_options import pins_of
 from graphaccel.errors import BadTraining
+from graphaccel.training.batch import batch_pins
 from graphaccel.training.settings import Settings, add_settings, settings_of
 
 LEAST = ["--task", "causal-lm", "--model", "gpt2", "--data", "a.jsonl"]
@@ -89,6 +91,25 @@ def test_what_is_typed_goes_before_its_other_form_in_a_file(
     plain, _ = read(*LEAST, typed)
     assert (settings, pins) == (plain, {})
     assert f"settings   {line} of {file}" in capsys.readouterr().err
+
+
+def test_microbatches_that_are_typed_go_before_the_rows_of_one_in_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The pin is an option of the command, which the settings do not know."""
+    file = tmp_path / "run.yaml"
+    file.write_text("micro_batch: 4\nglobal_batch: 16\n")
+    words = ["train", *LEAST, "--config", str(file)]
+    typed = build_parser().parse_args([*words, "--microbatches", "2"])
+    settings, pins = settings_of(typed, file)
+    pins |= pins_of(typed)
+    assert (settings.micro_batch, settings.global_batch, pins["microbatches"]) == (None, 16, 2)
+    assert batch_pins(settings, pins, 1) == {}
+    assert f"--microbatches, not `micro_batch` of {file}" in capsys.readouterr().err
+    typed = build_parser().parse_args([*words, "--microbatches", "2", "--micro-batch", "8"])
+    settings, pins = settings_of(typed, file)
+    with pytest.raises(BadTraining, match="`micro_batch` and the pin `microbatches` are both"):
+        batch_pins(settings, pins | pins_of(typed), 1)
 
 
 @pytest.mark.parametrize(
