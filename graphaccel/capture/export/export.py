@@ -47,7 +47,7 @@ from graphaccel.compat.torch.export import (
     parametrizations_computed,
     questions_whether_compiling,
 )
-from graphaccel.compat.torch.graphs import graph_module
+from graphaccel.compat.torch.graphs import compiled_when_called, graph_module
 from graphaccel.errors import GraphAccelError
 from graphaccel.guards.attributes import values_on
 from graphaccel.guards.effects import output_dropped
@@ -319,7 +319,8 @@ def _exported(
         warnings.simplefilter("ignore")
         program = None
         try:
-            program = torch.export.export(wrapper, args, kwargs, strict=False)
+            with compiled_when_called():
+                program = torch.export.export(wrapper, args, kwargs, strict=False)
             watch.refuse_lost(program)
             weights.join(program)
             refuse_lookups(program.graph_module, model)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import fx
 
-# Graphs that are compiled when they are first called.
-from torch.fx._lazy_graph_module import _LazyGraphModule
+# Graphs that are compiled when they are first called, and torch's own that are made so.
+from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 
 # Graphs as Python source: the calling convention of stage graphs (BoxedCode).
 from torch.fx.graph import CodeGen
@@ -33,6 +34,12 @@ def graph_module(root: Any, graph: fx.Graph) -> fx.GraphModule:
     """A module of a graph whose Python code is generated when it is first called: most graphs are
     rewritten before that."""
     return _LazyGraphModule(root, graph)
+
+
+def compiled_when_called() -> AbstractContextManager[None]:
+    """Meanwhile graphs that torch traces are compiled as Python code when they are first called:
+    passes of its export rewrite them several times before that, if they are called at all."""
+    return _use_lazy_graph_module(True)
 
 
 class _Deferred(_LazyGraphModule):
