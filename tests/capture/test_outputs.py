@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributions import Distribution, Normal
+from torch.distributions import Categorical, Distribution, Independent, Normal
 from torch.nn import functional as F
 
 import graphaccel
@@ -88,6 +88,14 @@ WITHOUT: dict[str, tuple[Any, Any]] = {
     "distribution": (
         lambda h, _: Normal(h, h.exp(), validate_args=False),
         lambda out, y: -out.log_prob(y).mean(),
+    ),
+    "distribution that checks": (
+        lambda h, _: Independent(Normal(h, h.exp(), validate_args=True), 1),
+        lambda out, y: -out.log_prob(y).mean() - 0.1 * out.entropy().mean(),
+    ),
+    "choice": (
+        lambda h, _: Categorical(logits=h),
+        lambda out, y: -out.log_prob(y.argmax(1)).mean() - 0.1 * out.entropy().mean(),
     ),
 }
 

@@ -46,6 +46,12 @@ def hidden_state(s: Any, h: Tensor) -> Tensor:
     return s.state
 
 
+def hidden_states(s: Any, h: Tensor) -> Tensor:
+    h = h if s.state is None else h + s.state[1]
+    s.state = (1, h.detach())
+    return h
+
+
 def replaced(s: Any, h: Tensor) -> Tensor:
     s.seen = h.mean(0)
     return h
@@ -115,6 +121,13 @@ CASES: dict[str, tuple[Callable[..., Tensor], str, str]] = {
         hidden_state,
         "s.state = h if s.state is None else h + s.state.detach()",
         CARRIED.replace("NAME", "state").replace("VALUE", "torch.zeros(4, 2)"),
+    ),
+    "a tuple of hidden states": (
+        hidden_states,
+        "h = h if s.state is None else h + s.state[1]",
+        CARRIED.replace("`NAME`", "`state.1`")
+        .replace("NAME", "state_1")
+        .replace("VALUE", "torch.zeros(4, 2)"),
     ),
     "a buffer with a gradient": (replaced, "", REPLACED),
     "a generator of its own": (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -122,7 +123,7 @@ class Passes:
     def _carried(
         self, name: str, line: Location | None, tensor: torch.Tensor | None
     ) -> StateFrozen:
-        attribute = name.rpartition(".")[2] if name else "state"
+        attribute = _buffer_name(name)
         sizes = "()" if tensor is None else ", ".join(map(str, tensor.shape)) or "()"
         size = f"torch.zeros({sizes})" if tensor is not None else f"self.{attribute}"
         return StateFrozen(
@@ -245,3 +246,11 @@ def comparable(state: Any) -> Any:
     if isinstance(state, tuple):
         return tuple(map(comparable, state))
     return state.tobytes() if isinstance(state, np.ndarray) else state
+
+
+def _buffer_name(path: str) -> str:
+    """What a buffer for the tensor at `path` may be called: `hidden.0`, of a tuple, is no name."""
+    inner, _, last = path.rpartition(".")
+    if last.isidentifier() or not path:
+        return last or "state"
+    return f"{_buffer_name(inner)}_{re.sub(r'[^0-9a-zA-Z]+', '_', last)}"

@@ -62,11 +62,19 @@ def answer_of_check(inside: tuple[str, ...]) -> bool | None:
 
 @contextmanager
 def distributions_unchecked() -> Iterator[None]:
-    """Meanwhile distributions do not check the values of their parameters and samples."""
+    """Meanwhile distributions do not check the values of their parameters and samples.
+
+    What they say of it is as the code asked: it is an output where the distribution is one.
+    """
     own = Distribution.__init__
 
     def built(self: Distribution, *args: Any, **kwargs: Any) -> None:
-        own(self, *args[:2], **{**kwargs, "validate_args": False})
+        asked = kwargs.pop("validate_args", args[2] if args[2:] else None)
+        own(self, *args[:2], **kwargs, validate_args=False)
+        if asked is None:
+            del self._validate_args
+        else:
+            self._validate_args = asked
 
     def validated(self: Distribution, value: Any) -> None:
         if not isinstance(value, torch.Tensor):
