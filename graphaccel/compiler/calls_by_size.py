@@ -2,7 +2,8 @@
 
 A step that is captured at two sizes has sizes as expressions, and of a branch on a size
 (`if len(x) > 16:`) the side that both take. Operators and the numbers among their arguments are
-compared, in a forward without data.
+compared, in a forward without data. So are numbers, sizes and texts that the forward returns beside
+tensors (`{"loss": loss, "rows": len(x)}`): they are those of the batch.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import sympy
 import torch
@@ -34,6 +36,7 @@ class CallsBySize:
         self._called = called
         self._at_capture: dict[int, tuple[Hashable, Calls | None]] = {}
         self._same: dict[Hashable, bool] = {}
+        self._now: dict[Hashable, Calls | None] = {}
         self._known: dict[Hashable, Calls | None] = {}
 
     def note(self, step: StepGraph, batch: Batch, calls: Calls | None) -> None:
@@ -49,11 +52,29 @@ class CallsBySize:
             return True
         key = (id(step), batch.signature())
         if key not in self._same:
-            now = self._called(batch, step.training)
+            now = self._of(step, batch)
             self._same[key] = now is None or (
-                now.names == calls.names and self._follow(step, batch, numbers, now)
+                now.names == calls.names
+                and (_returns(step, now) or _same_plain(now.plain, calls.plain))
+                and self._follow(step, batch, numbers, now)
             )
         return self._same[key]
+
+    def returned(self, step: StepGraph, batch: Batch) -> Mapping[int, Any]:
+        """What the forward of a step returns of a batch besides tensors: leaf → value."""
+        own = step.forward.returned.plain
+        signature, calls = self._at_capture.get(id(step), (None, None))
+        if not own or calls is None:
+            return own
+        now = calls if signature == batch.signature() else self._of(step, batch)
+        return now.plain if now is not None and now.plain and _returns(step, now) else own
+
+    def _of(self, step: StepGraph, batch: Batch) -> Calls | None:
+        """The operators for a batch of another signature than the step's."""
+        key = (id(step), batch.signature())
+        if key not in self._now:
+            self._now[key] = self._called(batch, step.training)
+        return self._now[key]
 
     def _follow(
         self, step: StepGraph, batch: Batch, numbers: tuple[float, ...], now: Calls
@@ -96,6 +117,15 @@ class CallsBySize:
         if key not in self._known:
             self._known[key] = self._called(resized_to(step, batch, sizes), step.training)
         return self._known[key]
+
+
+def _returns(step: StepGraph, calls: Calls) -> bool:
+    """Whether a forward returns as many values as the step: one of fewer layers may have fewer."""
+    return calls.leaves == step.forward.returned.num_leaves
+
+
+def _same_plain(one: Mapping[int, Any] | None, other: Mapping[int, Any] | None) -> bool:
+    return one is None or other is None or repr(one) == repr(other)
 
 
 def _points(step: StepGraph, batch: Batch) -> dict[sympy.Symbol, tuple[int]]:

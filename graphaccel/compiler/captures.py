@@ -135,6 +135,10 @@ class Captures:
         kept = self._kept.get(id(step))
         return () if kept is None else kept.left
 
+    def returned(self, step: StepGraph, batch: Batch) -> Mapping[int, Any]:
+        """What a step that serves a batch returns of it besides tensors: leaf → value."""
+        return self._calls.returned(step, batch)
+
     def with_numbers(self, step: StepGraph, batch: Batch) -> Batch:
         """The batch, followed by the current values of the model's numbers that are inputs of a
         step."""

@@ -96,12 +96,17 @@ class Completed:
 
 
 def completed(
-    planned: StepGraph, plan: Plan, batch: Batch, captured: Callable[[Batch], StepGraph]
+    planned: StepGraph,
+    plan: Plan,
+    batch: Batch,
+    captured: Callable[[Batch], StepGraph],
+    besides: Callable[[StepGraph, Batch], Mapping[int, Any]],
 ) -> Completed | None:
     """How a batch of a size that the plan cannot split is completed; None where it can be split.
 
-    planned: the step that the plan was made for. captured: gives the step of a batch. A batch
-    smaller than the planned one gets its size.
+    planned: the step that the plan was made for. captured: gives the step of a batch. besides:
+    what a step returns of a batch besides tensors. A batch smaller than the planned one gets its
+    size.
 
     Raises BatchNotDivisible (GA206) where ignored rows would change the result.
     """
@@ -112,8 +117,11 @@ def completed(
     if size == 0 or size % parts == 0:
         return None
     wanted = plan.batch if size < plan.batch else -(-size // parts) * parts
-    step = captured(resized(batch, dims, wanted))
+    whole = resized(batch, dims, wanted)
+    step = captured(whole)
     result = ignored_rows(step)
+    if besides(step, batch) != besides(step, whole):
+        result = "what the model returns besides tensors depends on the number of rows"
     if isinstance(result, str):
         raise _refused(plan, size, result)
     sizes = {**step.sizes_of(batch), BATCH: size}

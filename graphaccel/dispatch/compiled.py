@@ -22,25 +22,29 @@ from graphaccel.runtime.module import Kept
 from graphaccel.runtime.session import CompiledStep
 
 
-def compiled_training(step: StepGraph, program: StepProgram, plan: Plan) -> CompiledStep:
-    """A training step of a plan."""
+def compiled_training(
+    step: StepGraph, program: StepProgram, plan: Plan, plain: Mapping[int, Any]
+) -> CompiledStep:
+    """A training step of a plan. plain: leaf → value of what it returns besides tensors."""
     outside = program.bare is not None
     return CompiledStep(
         program,
         schedule_of(plan, program),
         plan.microbatches,
         _constants(step),
-        _rebuilder(step),
+        _rebuilder(step, plain),
         (lambda outputs: backward_of(program, plan, outputs)) if outside else None,
         _stage_compiler(plan),
     )
 
 
-def compiled_evaluation(step: StepGraph, program: StepProgram, plan: Plan) -> CompiledStep:
-    """A forward-only step under a plan."""
+def compiled_evaluation(
+    step: StepGraph, program: StepProgram, plan: Plan, plain: Mapping[int, Any]
+) -> CompiledStep:
+    """A forward-only step under a plan. plain: as of `compiled_training`."""
     schedule = forward_schedule(plan, program)
-    compiler = _stage_compiler(plan)
-    return CompiledStep(program, schedule, 1, _constants(step), _rebuilder(step), compiler=compiler)
+    compiler, rebuild = _stage_compiler(plan), _rebuilder(step, plain)
+    return CompiledStep(program, schedule, 1, _constants(step), rebuild, compiler=compiler)
 
 
 def _constants(step: StepGraph) -> dict[str, torch.Tensor]:
@@ -56,7 +60,9 @@ def _stage_compiler(plan: Plan) -> StageCompiler | None:
     return StageCompiler(progress, layers=not plan.min_cut, strict=strict)
 
 
-def _rebuilder(step: StepGraph) -> Callable[[torch.Tensor | None, Mapping[int, torch.Tensor]], Any]:
+def _rebuilder(
+    step: StepGraph, plain: Mapping[int, Any]
+) -> Callable[[torch.Tensor | None, Mapping[int, torch.Tensor]], Any]:
     """Builds what the user's model returns from the loss and the other outputs by leaf."""
     returned = step.forward.returned
     spec = returned.spec
@@ -72,7 +78,7 @@ def _rebuilder(step: StepGraph) -> Callable[[torch.Tensor | None, Mapping[int, t
                 name, output = names.get(i, f"output {i}"), in_order(outputs[i], returned.orders[i])
                 leaves.append(Kept.apply(name, output, loss) if kept else output)
             else:
-                leaves.append(returned.plain.get(i, Dropped(names.get(i, f"output {i}"))))
+                leaves.append(plain.get(i, Dropped(names.get(i, f"output {i}"))))
         return pytree.tree_unflatten(leaves, spec)
 
     return rebuild

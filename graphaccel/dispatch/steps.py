@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -42,8 +43,9 @@ class Steps:
     def first(self, batch: Batch, *, example: bool) -> Variant:
         """The step of the batch that was planned for."""
         planned = self._prepared.planned
-        compiled = compiled_training(planned.step, planned.program, self._bounded(planned.plan))
-        return self._add(_training_key(batch), batch, planned.step, compiled, example=example)
+        step, program, plan = planned.step, planned.program, self._bounded(planned.plan)
+        compiled = compiled_training(step, program, plan, self._returned(step, batch))
+        return self._add(_training_key(batch), batch, step, compiled, example=example)
 
     def beside_prediction(self, error: DeviceOutOfMemory) -> DeviceOutOfMemory:
         """The error with what was predicted for this rank."""
@@ -59,7 +61,7 @@ class Steps:
             return self._run.compiler.capture(whole)[0]
 
         planned = self._prepared.planned
-        more = completed(planned.step, planned.plan, batch, captured)
+        more = completed(planned.step, planned.plan, batch, captured, self._returned)
         if more is not None and more.size not in self._reported_sizes:
             self._reported_sizes.add(more.size)
             progress("batch", more.line(batch), 0.0)
@@ -96,9 +98,9 @@ class Steps:
         step, program = run.compiler.compile(batch, planned, prepared.stored)
         self._follow_trained(batch, step, program)
         run.gate.later(step, lambda: whole_pair(run, prepared, batch), whole=prepared.whole)
-        return self._add(
-            key, batch, step, compiled_training(step, program, self._bounded(planned.plan))
-        )
+        plan = self._bounded(planned.plan)
+        compiled = compiled_training(step, program, plan, self._returned(step, batch))
+        return self._add(key, batch, step, compiled)
 
     def _follow_trained(self, batch: Batch, step: StepGraph, program: StepProgram) -> None:
         """Lay out gradients and optimizer state of parameters that no step before trained, predict
@@ -139,8 +141,12 @@ class Steps:
             raise changed from error
         check_indices(step, batch)
         run.gate.later(step, None, whole=False)
-        compiled = compiled_evaluation(step, program, self._bounded(planned.plan))
+        plan = self._bounded(planned.plan)
+        compiled = compiled_evaluation(step, program, plan, self._returned(step, batch))
         return self._add(key, batch, step, compiled)
+
+    def _returned(self, step: StepGraph, batch: Batch) -> Mapping[int, Any]:
+        return self._run.compiler.captures.returned(step, batch)
 
     def _bounded(self, plan: Plan) -> Plan:
         """The plan for one more program. After `max_programs` Inductor compiles no further ones,

@@ -4,11 +4,13 @@ there."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import graphaccel
 from graphaccel.capture.batch import Batch, flatten_call
 from graphaccel.compiler.captures import Captures
 from graphaccel.compiler.model import model_of
@@ -63,3 +65,26 @@ OTHER: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("use", OTHER)
 def test_each_side_of_a_branch_has_a_capture(use: str) -> None:
     assert captured(OTHER[use]) == [1, 1, 1, 2, 2, 2]
+
+
+class Counted(Net):
+    """Returns sizes beside its loss, as numbers and in a text."""
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        h = super().forward(x)
+        rows = {"rows": len(x), "shape": x.shape, "half": x.numel() / 2, "text": f"{len(x)} rows"}
+        return {"loss": h.square().mean(), **rows, "fixed": 3}
+
+
+def _sizes(optimized: bool) -> list[dict[str, Any]]:
+    model, made = Counted(lambda h: h), []
+    if optimized:
+        model = graphaccel.optimize(model, devices=1)
+    for rows in (8, 6, 1, 8):
+        output = model(torch.ones(rows, 5, 4))
+        made.append({name: value for name, value in output.items() if name != "loss"})
+    return made
+
+
+def test_sizes_that_are_returned_are_those_of_the_batch() -> None:
+    assert _sizes(True) == _sizes(False)

@@ -39,7 +39,8 @@ class Ops(TorchDispatchMode):
     that reads it. written: lines that write to tensors that are neither in `own` (storages of
     weights, buffers, batch) nor computed by the forward. asked: how many values of tensors it asked
     for. shift: added to these numbers. argument: the name of what it puts into a container of its
-    call. returned: what it returns. hooked: whether it sets a hook on a tensor.
+    call. returned: the tensors that it returns. besides: leaf → value of what else it returns, and
+    how many leaves there are. hooked: whether it sets a hook on a tensor.
     """
 
     own: frozenset[int] = frozenset()
@@ -53,10 +54,15 @@ class Ops(TorchDispatchMode):
     shift: int = 0
     argument: str = ""
     returned: tuple[Any, ...] = ()
+    besides: tuple[Mapping[int, Any], int] = field(default_factory=lambda: ({}, 0))
     hooked: bool = False
 
     def __post_init__(self) -> None:
         super().__init__()
+
+    def note(self, returned: Any) -> None:
+        """Note the structure of what the forward returned, a `capture.export.export.Returned`."""
+        self.besides = returned.plain, returned.num_leaves
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None

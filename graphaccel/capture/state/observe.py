@@ -57,10 +57,16 @@ from graphaccel.progress import progress
 
 @dataclass(frozen=True)
 class Calls:
-    """The operators of a forward, in order, and the numbers among their arguments."""
+    """The operators of a forward, in order, and the numbers among their arguments.
+
+    plain: leaf → value of what it returns besides tensors; None where it asks for values of
+    tensors. leaves: how many leaves it returns.
+    """
 
     names: tuple[Any, ...]
     numbers: tuple[int | float, ...]
+    plain: Mapping[int, Any] | None = None
+    leaves: int = 0
 
 
 @dataclass(frozen=True)
@@ -98,7 +104,7 @@ def observe(fresh: Callable[[], nn.Module], batch: Batch, loss_fn: LossFn, many:
         with recorded(objects_of(model, *called)) as reads, output_dropped(reads.note):
             ops = Ops()
             run = _run if _run(model, batch, loss_fn, ops) else _exported
-            calls = Calls(tuple(ops.names), tuple(ops.numbers)) if run is _run else None
+            calls = _calls(ops) if run is _run else None
             if run is _exported:
                 _exported(model, batch, loss_fn, ops)
             run_rules(model, reads, ops)
@@ -146,7 +152,12 @@ def calls_of(model: nn.Module, batch: Batch, loss_fn: LossFn, many: int) -> Call
     ops = Ops()
     with generators_restored(), output_dropped():
         ran = _run(_few(model, many), batch, loss_fn, ops)
-    return Calls(tuple(ops.names), tuple(ops.numbers)) if ran else None
+    return _calls(ops) if ran else None
+
+
+def _calls(ops: Ops) -> Calls:
+    plain, leaves = ops.besides
+    return Calls(tuple(ops.names), tuple(ops.numbers), None if ops.asked else plain, leaves)
 
 
 def _refuse_drawn(watch: Passes, forward: Callable[[Ops], bool], kind: type, reads: Reads) -> None:
@@ -250,7 +261,7 @@ def _called(model: nn.Module, loss_fn: LossFn, args: Any, kwargs: Any, ops: Ops)
             unchanged,
             answers,
         ):
-            ops.returned = with_loss(model, loss_fn)(*args, **kwargs)
+            ops.returned = with_loss(model, loss_fn, ops.note)(*args, **kwargs)
         ops.hooked = copies.hooked
     except Exception:  # whatever the model raises when it needs a value
         return False

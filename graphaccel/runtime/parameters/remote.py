@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from graphaccel.compat.torch import pytree
+from graphaccel.compat.torch.fakes import without_torch_dispatch
 from graphaccel.compat.torch.tensors import data_of, no_torch_function, without_storage
 from graphaccel.errors import ElsewhereNeeded, PartOfModel
 from graphaccel.errors.messages import line_of_script
@@ -123,6 +124,9 @@ def _computed(func: Any, args: tuple, kwargs: dict) -> Any:
     if torch.Tag.nondeterministic_seeded in func.tags:  # its own rank draws, so this one draws too
         given = pytree.tree_map_only(RemoteTensor, _zeros, (args, kwargs))
         func(*given[0], **given[1])
+    if torch.Tag.inplace_view in func.tags:
+        with without_torch_dispatch():  # it is of another shape then, and has no values
+            return func(*args, **kwargs)
     written = [
         kwargs.get(a.name, args[i] if i < len(args) else None)
         for i, a in enumerate(func._schema.arguments)

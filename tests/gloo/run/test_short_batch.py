@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import graphaccel
+from graphaccel import errors
 from tests.compiler.test_ignored_rows import Tagger, batch, shifted
 from tests.compiler.test_two_lengths import Translator, pairs
 from tests.support.pool import Pool
@@ -100,3 +101,32 @@ def _outside() -> float:
 
 def test_a_loss_of_the_script_needs_no_mark(pool: Pool) -> None:
     assert max(pool.run(2, _outside)) < 1e-12
+
+
+class Counting(Tagger):
+    """Returns how many rows there are beside its loss."""
+
+    def forward(self, *args: Any) -> dict[str, Any]:
+        return {"loss": super().forward(*args)["loss"], "rows": len(args[0])}
+
+
+def _counted(pins: dict[str, Any]) -> str:
+    """What is raised for a batch that is completed, behind one that is not."""
+    model = Counting(shifted).double()
+    graphaccel.optimize(model, devices=2, **pins)
+    for rows in (4, 8, 2):
+        assert model(*batch(rows, rows))["rows"] == rows
+        with torch.no_grad():
+            assert model.eval()(*batch(rows + 1, rows))["rows"] == rows + 1
+        model.train()
+    with pytest.raises(errors.BatchNotDivisible) as caught:
+        model(*batch(3, 0))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "pins", [{"data": 2}, {"pipeline": 2, "microbatches": 2}, {"data": 2, "zero": 3}], ids=str
+)
+def test_a_number_of_rows_that_is_returned(pool: Pool, pins: dict[str, Any]) -> None:
+    (text,) = {*pool.run(2, _counted, pins)}
+    assert "what the model returns besides tensors depends on the number of rows" in text

@@ -133,6 +133,39 @@ def frozen_statistics(wrap: Wrap) -> Iterator[Tensor]:
     yield from weights(model)
 
 
+class Wide(nn.Module):
+    """Weights that are no squares, and a loss. Inputs [B, 4]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.down(torch.tanh(self.up(x))), y)
+
+
+def initialised_anew(wrap: Wrap) -> Iterator[Tensor]:
+    """Weights that each of torch's functions draws between steps, and what is drawn after them."""
+    init = nn.init
+    ways = (
+        init.orthogonal_, init.kaiming_normal_, init.eye_,
+        lambda w: init.sparse_(w, 0.5),
+    )  # fmt: skip
+    model = Wide().double()
+    model, optimizer = wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step, way in enumerate((lambda _: None, *ways)):
+        torch.manual_seed(step)
+        for layer in (model.up, model.down):
+            way(layer.weight)
+        yield torch.rand(2)
+        optimizer.zero_grad()
+        loss = model(*_batch(step))
+        loss.backward()
+        optimizer.step()
+        yield loss
+    yield from weights(model)
+
+
 def _furthest(script: Script, pins: dict[str, Any]) -> float:
     with captures_of("mid run"):
         return furthest(script, pins)
@@ -141,6 +174,11 @@ def _furthest(script: Script, pins: dict[str, Any]) -> float:
 def test_one_process() -> None:
     assert _furthest(between_steps, {"devices": 1}) < 1e-12
     assert _furthest(frozen_statistics, {"devices": 1}) < 1e-12
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_initialised_anew(pool: Pool, plan: str) -> None:
+    assert max(pool.run(2, _furthest, initialised_anew, PLANS[plan])) < 1e-12
 
 
 @pytest.mark.parametrize("plan", PLANS)
