@@ -34,7 +34,7 @@ from benchmarks.shared.common import RESULTS
 RESULT = RESULTS / "coverage.json"
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="entries at once")
     parser.add_argument("--keep", action="store_true", help="write FILE only")
     parser.add_argument("--table", action="store_true", help="write docs/coverage.md; run nothing")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     if args.table:
         PAGE.write_text(page(json.loads(RESULT.read_text())))
         return
@@ -79,9 +79,13 @@ def _tasks(
         part, _, pattern = wanted.partition(":")
         if part not in PARTS:
             parser.error(f"no part {part}; there are {', '.join(PARTS)}")
-        for name in PARTS[part].names():
+        names = PARTS[part].names()
+        matching = fnmatch.filter(names, pattern or "*")
+        if not matching:
+            parser.error(f"no entry of {part} is {pattern}; one of them is {next(iter(names))}")
+        for name in matching:
             left = tuple(s for s in in_order if (part, name, s) not in done)
-            if left and fnmatch.fnmatch(name, pattern or "*"):
+            if left:
                 tasks.append((part, name, left))
     return tasks
 

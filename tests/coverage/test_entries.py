@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 
+from benchmarks.coverage.__main__ import main
 from benchmarks.coverage.judge import judge, together
 from tests.support.casts import lift_loss_cast
 
@@ -97,3 +98,9 @@ def test_lifted_casts_leave_a_captured_value_as_it_was():
     with lift_loss_cast():
         assert torch.empty(2, dtype=torch.float32).dtype == torch.float64
         assert torch.empty(2, dtype=torch.float32, device="meta").dtype == torch.float32
+
+
+def test_a_pattern_of_no_entry_is_refused(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["--only", "module_db:Conv2d"])
+    assert "no entry of module_db is Conv2d; one of them is nn." in capsys.readouterr().err
