@@ -14,6 +14,7 @@ from graphaccel.dispatch.updates import shards_later
 from graphaccel.errors import NotElementwise
 from graphaccel.runtime.parameters.optimizer_copy import inner_optimizer
 from graphaccel.runtime.parameters.sharded_optimizer import is_elementwise
+from graphaccel.runtime.parameters.step_hooks import closure_of
 from graphaccel.runtime.parameters.whole_matrices import StateKeys
 
 _COUPLED = "its step of one parameter depends on the gradients of others"
@@ -63,6 +64,21 @@ def state_keys(optimizer: torch.optim.Optimizer, planned: Planned) -> StateKeys 
         own = not kind.__module__.startswith("torch.optim")
         raise NotElementwise(optimizer=kind.__name__, reason=reason, own=own)
     return known.full if sharded else None
+
+
+def refuse_closure(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+    """A hook before the steps of an optimizer whose parameters are partly on other pipeline ranks.
+
+    Raises NotElementwise (GA211) for a closure of a step that may read gradients before the closure
+    or between two calls of it: those of other ranks are away while an optimizer steps, and back
+    after a call.
+    """
+    kind = type(optimizer)
+    if closure_of(args, kwargs) is None or kind.__module__.startswith("torch.optim"):
+        return
+    inner = inner_optimizer(optimizer)
+    if inner or (not is_elementwise(optimizer) and coupling_of(optimizer).unknown):
+        raise NotElementwise(optimizer=kind.__name__, reason=_CLOSURE, inner=inner, own=not inner)
 
 
 def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:

@@ -10,7 +10,7 @@ from graphaccel.compiler.compiler import Planned
 from graphaccel.compiler.input_checks import check_indices, check_positions
 from graphaccel.compiler.registered import Registered
 from graphaccel.dispatch.comparisons import model_pair
-from graphaccel.dispatch.optimizers import state_keys
+from graphaccel.dispatch.optimizers import refuse_closure, state_keys
 from graphaccel.dispatch.run import Prepared, Run, dtypes_of
 from graphaccel.dispatch.shared_memory import check_shared_memory
 from graphaccel.dispatch.together import capture_together, check_same_plan, choose_together
@@ -72,6 +72,8 @@ def prepare(
     clip = run.settings.clip_norm
     hooks = run.hooks
     compare = run.settings.check == FIRST_STEP
+    if session.mesh.pipeline > 1:
+        hooks.add(refuse_closure)
     updates = register_updates(
         run.model, optimizer, hooks, chosen, session, clip, meshes, keys, compare=compare
     )
