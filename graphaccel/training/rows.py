@@ -33,8 +33,23 @@ def make_rows(settings: Settings, config: PretrainedConfig) -> Rows:
     """The rows of a task; the configuration gets the number of tokens or classes of the data.
 
     Raises BadData (GA417) for files that can not be used, BadTraining (GA418) where data and model
-    do not fit.
+    do not fit, or the data gives a field another value than the settings do.
     """
+    chosen = {name: getattr(config, name) for name, _ in settings.model_settings}
+    rows = _rows(settings, config)
+    for name, value in chosen.items():
+        of_data = getattr(config, name)
+        if of_data != value:
+            raise BadTraining(
+                what=f"`{name}` is set to {value}, and with this data it is {of_data}",
+                help_line=f"--set {name}={of_data}"
+                if isinstance(of_data, int)
+                else f"leave --set {name} out",
+            )
+    return rows
+
+
+def _rows(settings: Settings, config: PretrainedConfig) -> Rows:
     if settings.task == "image-classification":
         return _of_pictures(settings, config)
     tokenizer = text.load_tokenizer(settings)

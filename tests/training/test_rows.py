@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, models
 
 from graphaccel.errors import BadData, BadTraining
 from graphaccel.training import images, text
+from graphaccel.training.models import read_config
 from graphaccel.training.rows import make_rows
 from graphaccel.training.settings import Settings
 from graphaccel.training.table import FirstRows
@@ -82,6 +83,36 @@ def test_files_without_text_are_named(tmp_path: Path) -> None:
     with pytest.raises(BadData) as caught:
         make_rows(settings(data=(str(data),), output=tmp_path / "out"), transformers.GPT2Config())
     assert caught.value.place == str(data)
+
+
+@pytest.mark.parametrize(
+    ("name", "typed", "help_line"),
+    [
+        ("num_labels", "2", "--set num_labels=3"),
+        ("id2label", "{0: 'x', 1: 'y', 2: 'z'}", "leave --set id2label out"),
+        ("pad_token_id", "7", f"--set pad_token_id={TOKENIZER.pad_token_id}"),
+        ("eos_token_id", "500", f"--set eos_token_id={len(TOKENIZER) - 1}"),
+        ("num_labels", "3", None),
+    ],
+)
+def test_a_field_that_the_data_decides_is_not_another(
+    name: str, typed: str, help_line: str | None, tmp_path: Path
+) -> None:
+    """It was left out without a word."""
+    lines = [{"text": "a", "label": label} for label in (0, 1, 2) * 4]
+    chosen = settings(
+        task="sequence-classification",
+        data=(str(write_lines(tmp_path / "a.jsonl", lines)),),
+        model_settings=((name, typed),),
+    )
+    config = read_config("gpt2", chosen.model_settings)
+    if help_line is None:
+        make_rows(chosen, config)
+        assert config.num_labels == 3
+        return
+    with pytest.raises(BadTraining, match=f"`{name}` is set to ") as caught:
+        make_rows(chosen, config)
+    assert f"help: {help_line}\n" in str(caught.value)
 
 
 @pytest.mark.parametrize("what", ["text", "tokenizer", "files"])
