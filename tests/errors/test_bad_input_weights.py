@@ -109,6 +109,45 @@ def test_a_closure_over_a_layer_of_its_own() -> None:
     assert caught.value.line == "self.hidden = hidden    # in __init__"
 
 
+class Centers(nn.Module):
+    """A loss that has weights: the distances from trained centers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centers = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return (output - self.centers).square().mean() + (output - target).square().mean()
+
+
+class Inside(nn.Module):
+    """As the help says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.criterion = nn.Linear(WIDTH, WIDTH), Centers()
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return self.criterion(self.layer(x), target)
+
+
+@pytest.mark.parametrize("way", ["module", "function", "of the model"])
+def test_a_weight_of_the_loss_function(way: str) -> None:
+    model, loss_fn = nn.Linear(WIDTH, WIDTH), Centers()
+    if way == "of the model":
+        model.criterion = loss_fn
+    used = (lambda output, target: loss_fn(output, target)) if way == "function" else loss_fn
+    batch = (torch.ones(2, WIDTH), torch.ones(2, WIDTH))
+    with pytest.raises(errors.UnregisteredWeight) as caught:
+        graphaccel.optimize(model, loss_fn=used, example_batch=batch, devices=1)
+    name = "`loss_fn.loss_fn.centers`" if way == "function" else "`loss_fn.centers`"
+    assert caught.value.name == name
+    assert caught.value.line.startswith("self.criterion = criterion    # in __init__, and call it")
+    inside = graphaccel.optimize(Inside(), example_batch=batch, devices=1)
+    inside(*batch).backward()
+    assert inside.criterion.centers.grad is not None
+
+
 def test_what_is_registered_as_said_is_trained() -> None:
     model = Classifier(Lost("list"))
     model.inner.heads = nn.ModuleList(model.inner.heads)

@@ -295,7 +295,7 @@ def _exported(
     model: nn.Module, batch: Batch, loss_fn: LossFn, answers: Answers | None
 ) -> ForwardGraph:
     notes: list[Returned] = []
-    weights = Weights(model)
+    weights = Weights(model, loss_fn)
     watch = Watch(model, weights)
     rebuild = batch.rebuild if batch.has_objects else None  # export knows what pytree knows
     wrapper = _WithLoss(model, loss_fn, notes.append, watch, batch.numbers, rebuild)

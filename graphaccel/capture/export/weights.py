@@ -18,6 +18,10 @@ from torch import nn
 from graphaccel.capture.state.closures import Held, held_by_module, memory_of
 from graphaccel.compat.torch.fakes import FakeTensor
 
+_OF_LOSS = (
+    "self.criterion = criterion    # in __init__, and call it in forward, in place of loss_fn="
+)
+
 
 class Unregistered(Exception):
     """The forward reads a weight that is not registered in the model.
@@ -31,10 +35,12 @@ class Unregistered(Exception):
 
 
 class Weights:
-    """The parameters and buffers of a model, by storage."""
+    """The parameters and buffers of a model, by storage. loss_fn: what is called with its
+    output."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, loss_fn: Any = None) -> None:
+        self._model, self._loss = model, nn.Module()
+        self._loss.__dict__["loss_fn"] = loss_fn
         named = [*model.named_buffers(), *model.named_parameters()]
         self._names = {id(t): name for name, t in named}
         self._memory = {memory_of(t): name for name, t in named}
@@ -99,6 +105,9 @@ class Weights:
                     whole = isinstance(value, nn.Module)
                     line = f"self.{name} = {name if whole else f'nn.Parameter({name})'}"
                     return WeightSource(_ticked((name, *(path or ()))), f"{line}    # in __init__")
+        for held in held_by_module(self._loss):
+            if held.value is tensor:
+                return WeightSource(_ticked(held.path), _OF_LOSS)
         shape = list(tensor.shape)
         return WeightSource(f"a weight of shape {shape}", "self.head = head    # in __init__")
 
