@@ -106,7 +106,8 @@ def _body(done: dict[tuple[str, str, str], dict[str, Any]]) -> dict[str, Any]:
     for (part, name, setting), verdict in done.items():
         kept = {k: v for k, v in verdict.items() if k != "seconds"}
         verdicts.setdefault(part, {}).setdefault(name, {})[setting] = kept
-    entries = {part: len(PARTS[part].names()) for part in verdicts}
+    ran = {part for part, _, _ in done}  # the libraries of others need not be installed
+    entries = {**known.get("entries", {}), **{p: len(PARTS[p].names()) for p in PARTS if p in ran}}
     return {"torch": torch.__version__, "entries": entries, "verdicts": verdicts}
 
 
