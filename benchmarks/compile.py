@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import tempfile
 import time
@@ -25,7 +24,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.shared.common import RESULTS, RUN_LIMIT_S, Settings, Step, time_sides
+from benchmarks.shared.common import RESULTS, RUN_LIMIT_S, Settings, Step, machine, time_sides
 from benchmarks.shared.transformer import bert, eager, gpt2, ours
 from tests.support.pool import Pool
 
@@ -103,8 +102,7 @@ def main() -> None:
     result = {
         "name": "compile", "command": "python -m benchmarks.compile", "rows": rows,
         "settings": asdict(settings),
-        "machine": {"cores": os.cpu_count(), "architecture": platform.machine(),
-                    "python": platform.python_version(), "torch": torch.__version__},
+        "machine": machine(),
     }  # fmt: skip
     RESULTS.mkdir(exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")

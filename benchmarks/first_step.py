@@ -11,7 +11,6 @@ import argparse
 import importlib.util
 import json
 import os
-import platform
 import subprocess
 import sys
 import time
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import graphaccel.runtime.session  # what `optimize` imports, before the clock starts
-from benchmarks.shared.common import RESULTS
+from benchmarks.shared.common import RESULTS, machine
 from graphaccel.capture.batch import as_call, flatten_call
 from graphaccel.compiler.compiler import Compiler
 from graphaccel.compiler.model import model_of
@@ -150,9 +149,7 @@ def main(arguments: list[str] | None = None) -> None:
         "name": "first_step",
         "command": "python -m benchmarks.first_step",
         "load": [round(n, 1) for n in os.getloadavg()],
-        "machine": {"cores": os.cpu_count(), "architecture": platform.machine()},
-        "python": platform.python_version(),
-        "torch": torch.__version__,
+        "machine": machine(),
         "threads": torch.get_num_threads(),
         "models": rows,
     }

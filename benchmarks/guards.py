@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import tempfile
 import time
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 
 import graphaccel
-from benchmarks.shared.common import RESULTS
+from benchmarks.shared.common import RESULTS, processor
 from graphaccel.capture.batch import flatten_call
 from graphaccel.planner.plan.axis_order import AXES
 from graphaccel.runtime.copies import EVERY, Copies
@@ -98,14 +97,6 @@ def _seconds(act: Callable[[], Any]) -> float:
     start = time.perf_counter()
     act()
     return time.perf_counter() - start
-
-
-def processor() -> str:
-    """The name of this machine's processor, as Linux says it."""
-    file = Path("/proc/cpuinfo")
-    lines = file.read_text().splitlines() if file.exists() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
 
 
 if __name__ == "__main__":

@@ -12,14 +12,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 from pathlib import Path
 
-import torch
-
 from benchmarks import predicted
-from benchmarks.shared.common import RESULTS
+from benchmarks.shared.common import RESULTS, machine
 from graphaccel.cli.measure import measure
 from graphaccel.planner.cluster.catalogue import cluster
 from graphaccel.runtime.host_memory.reuse import KEEP
@@ -51,13 +48,11 @@ def main() -> None:
     args = parser.parse_args()
     os.environ["GRAPHACCEL_QUIET"] = "1"
     rows = [row(name, m, args.rounds, args.steps) for name in predicted.MODELS for m in (1, 4)]
-    machine = {
-        "cores": os.cpu_count(),
-        "architecture": platform.machine(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
+    body = {
+        "name": "host_pages",
+        "command": "python -m benchmarks.host_pages",
+        "machine": machine(),
     }
-    body = {"name": "host_pages", "command": "python -m benchmarks.host_pages", "machine": machine}
     (RESULTS / "host_pages.json").write_text(json.dumps({**body, "rows": rows}, indent=1) + "\n")
 
 

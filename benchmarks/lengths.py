@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 import graphaccel
-from benchmarks.guards import processor
-from benchmarks.shared.common import RESULTS
+from benchmarks.shared.common import RESULTS, processor
 from graphaccel.planner.plan.plan_name import plan_name
 
 LENGTHS = range(8, 128, 4)

@@ -19,7 +19,6 @@ import argparse
 import copy
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -34,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import graphaccel
-from benchmarks.shared.common import RESULTS
+from benchmarks.shared.common import RESULTS, machine
 from graphaccel.cli.calibrate import region_costs
 from graphaccel.compiler.compiler import Compiler
 from graphaccel.compiler.model import Model, as_batch
@@ -335,12 +334,7 @@ def _save(found: dict[str, Any], build: str, args: argparse.Namespace) -> None:
         "build": build,
         "threads": args.threads,
         "rounds": args.rounds,
-        "machine": {
-            "cores": os.cpu_count(),
-            "architecture": platform.machine(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-        },
+        "machine": machine(),
     }
     result["rows"] = {n: found.get(n, result["rows"].get(n)) for n in ROWS}
     result["rows"] = {n: r for n, r in result["rows"].items() if r is not None}

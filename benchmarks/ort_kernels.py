@@ -13,8 +13,6 @@ import argparse
 import hashlib
 import json
 import operator
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from benchmarks.shared.common import RESULTS
+from benchmarks.shared.common import RESULTS, machine
 from graphaccel.compat.torch.fakes import FakeTensorMode
 from graphaccel.ir.values import propagate
 from graphaccel.ort.builder import MICROSOFT, Builder, Declined, OnnxValue
@@ -283,12 +281,7 @@ def main() -> None:
         "build": kernels.name,
         "threads": args.threads,
         "rounds": args.rounds,
-        "machine": {
-            "cores": os.cpu_count(),
-            "architecture": platform.machine(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-        },
+        "machine": machine(),
         "rows": rows,
     }
     (RESULTS / "ort_kernels.json").write_text(json.dumps(result, indent=2) + "\n")

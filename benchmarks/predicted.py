@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,7 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.shared.common import RESULTS, Settings, make_batch, make_model
+from benchmarks.shared.common import RESULTS, Settings, machine, make_batch, make_model
 from benchmarks.validation.grids import spearman
 from graphaccel.cli.calibration import measured
 from graphaccel.cli.jobs import find_job
@@ -179,14 +178,11 @@ def main() -> None:
     rows = [row for name in args.models.split(",") for row in pairs(name, args.steps, args.rounds)]
     found = summary(rows)
     print(json.dumps(found, indent=1))
-    machine = {
-        "cores": os.cpu_count(),
-        "threads": args.threads,
-        "architecture": platform.machine(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
+    body = {
+        "name": "predicted",
+        "command": "python -m benchmarks.predicted",
+        "machine": {**machine(), "threads": args.threads},
     }
-    body = {"name": "predicted", "command": "python -m benchmarks.predicted", "machine": machine}
     (RESULTS / "predicted.json").write_text(
         json.dumps({**body, **found, "rows": rows}, indent=1) + "\n"
     )

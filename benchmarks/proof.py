@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks.first_step import CASES as MODELS
-from benchmarks.shared.common import RESULTS
+from benchmarks.shared.common import RESULTS, machine
 from graphaccel.capture.batch import as_call, flatten_call
 from graphaccel.compiler.compiler import Compiler
 from graphaccel.compiler.model import model_of
@@ -89,7 +89,7 @@ def main(arguments: list[str] | None = None) -> None:
         "name": "proof",
         "command": "python -m benchmarks.proof",
         "load": [round(n, 1) for n in os.getloadavg()],
-        "machine": {"cores": os.cpu_count(), "architecture": platform.machine()},
+        "machine": machine(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),

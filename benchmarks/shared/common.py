@@ -55,6 +55,25 @@ class Settings:
     only: str | None = None
 
 
+def processor() -> str:
+    """The name of this machine's processor, as Linux says it."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def machine() -> dict[str, Any]:
+    """What figures hold on: processor, Python and torch."""
+    return {
+        "cores": os.cpu_count(),
+        "processor": processor(),
+        "architecture": platform.machine(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
 def make_model(settings: Settings, tied: bool = True) -> GPT:
     """A GPT from a fixed seed, the same on every rank; untied, the head has a weight of its own."""
     torch.manual_seed(1)
@@ -218,12 +237,7 @@ def run(
         "sides": sides,
         "processes": world_size,
         "settings": asdict(settings),
-        "machine": {
-            "cores": os.cpu_count(),
-            "architecture": platform.machine(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-        },
+        "machine": machine(),
     }
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")

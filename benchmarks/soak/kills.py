@@ -23,8 +23,7 @@ from typing import Any
 import torch
 
 import graphaccel
-from benchmarks.guards import processor
-from benchmarks.shared.common import RESULTS
+from benchmarks.shared.common import RESULTS, processor
 from benchmarks.soak.life import Life
 from benchmarks.soak.network import build
 

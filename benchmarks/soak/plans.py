@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import graphaccel
-from benchmarks.guards import processor
-from benchmarks.shared.common import RESULTS
+from benchmarks.shared.common import RESULTS, processor
 from tests.gloo.run.test_checkpoint_layouts import full_state
 from tests.gloo.scripts.test_semantics import gpt, groups, tokens
 from tests.support.pool import Pool

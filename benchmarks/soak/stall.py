@@ -22,8 +22,7 @@ import torch
 from torch import nn
 
 import graphaccel
-from benchmarks.guards import processor
-from benchmarks.shared.common import RESULTS
+from benchmarks.shared.common import RESULTS, processor
 from graphaccel.checkpoint.saver import saver_of
 
 BAR = 0.10

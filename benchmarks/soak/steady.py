@@ -24,8 +24,7 @@ from torch import distributed as dist
 from torch.nn.functional import mse_loss
 
 import graphaccel
-from benchmarks.guards import processor
-from benchmarks.shared.common import RESULTS
+from benchmarks.shared.common import RESULTS, processor
 from benchmarks.soak.network import PLANS, batch, build
 
 DEVICES, EVERY, WARM = 4, 50, 100

@@ -21,11 +21,16 @@ def table(results: list[dict[str, Any]]) -> str:
             f"| {other}: {1e3 * medians[other]:.0f} ms | {result['ratio']:.3f} |"
         )
     machines = {
-        f"{m['cores']} cores ({m['architecture']}), torch {m['torch']}, Python {m['python']}"
+        f"{m['cores']} cores ({_processor(m)}), torch {m['torch']}, Python {m['python']}"
         for m in (result["machine"] for result in results)
     }
     text = f"Per step on {'; '.join(sorted(machines))}; a ratio below 1 is faster."
     return "\n".join([*rows, "", text, ""])
+
+
+def _processor(machine: dict[str, Any]) -> str:
+    """The processor's name; its architecture in files that are older than names."""
+    return machine.get("processor", machine["architecture"])
 
 
 def fusion_table(result: dict[str, Any]) -> str:
@@ -59,7 +64,7 @@ def compile_table(result: dict[str, Any]) -> str:
     m, s = result["machine"], result["settings"]
     text = (
         f"{s['layers']} layers of width {s['width']}, batch {s['batch']} of {s['tokens']} tokens, "
-        f"float32, {s['threads']} thread of {m['cores']} cores ({m['architecture']}), torch "
+        f"float32, {s['threads']} thread of {m['cores']} cores ({_processor(m)}), torch "
         f"{m['torch']}. First step: with compiling, the cache empty. Peak: of one step, beyond "
         "weights and optimizer state."
     )
