@@ -12,16 +12,17 @@ def table(results: list[dict[str, Any]]) -> str:
     results = [r for r in results if "ratio" in r]
     if not results:
         return "No measurements are committed; `benchmarks/README.md` says how to make them.\n"
-    rows = ["| command | graphaccel | against | ratio |", "|---|---|---|---|"]
+    rows = ["| command | graphaccel | against | ratio | processor |", "|---|---|---|---|---|"]
     for result in sorted(results, key=lambda r: r["name"]):
         medians = result["median_seconds"]
         (other,) = set(medians) - {OURS}
         rows.append(
             f"| `{result['command']}` | {1e3 * medians[OURS]:.0f} ms "
-            f"| {other}: {1e3 * medians[other]:.0f} ms | {result['ratio']:.3f} |"
+            f"| {other}: {1e3 * medians[other]:.0f} ms | {result['ratio']:.3f} "
+            f"| {_processor(result['machine'])} |"
         )
     machines = {
-        f"{m['cores']} cores ({_processor(m)}), torch {m['torch']}, Python {m['python']}"
+        f"{m['cores']} cores, torch {m['torch']}, Python {m['python']}"
         for m in (result["machine"] for result in results)
     }
     text = f"Per step on {'; '.join(sorted(machines))}; a ratio below 1 is faster."
@@ -29,8 +30,8 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def _processor(machine: dict[str, Any]) -> str:
-    """The processor's name; its architecture in files that are older than names."""
-    return machine.get("processor", machine["architecture"])
+    """The processor's name; of files that are older than names, its architecture."""
+    return machine.get("processor", f"{machine['architecture']}, not named")
 
 
 def fusion_table(result: dict[str, Any]) -> str:

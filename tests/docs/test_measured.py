@@ -117,13 +117,18 @@ def test_a_row_for_each_result(measured: ModuleType, tmp_path: Path) -> None:
         "command": "python -m benchmarks.single",
         "ratio": 0.904,
         "median_seconds": {"eager": 0.2211, "graphaccel": 0.2},
-        "machine": {"cores": 2, "architecture": "x86_64", "python": "3.11.7", "torch": "2.13.0"},
-    }
+        "machine": {
+            "cores": 2, "processor": "AMD EPYC", "architecture": "x86_64", "python": "3.11.7",
+            "torch": "2.13.0",
+        },
+    }  # fmt: skip
     (tmp_path / "single.json").write_text(json.dumps(result))
     before = f"above\n{measured.BEGIN}old\n{measured.END}below\n"
     after = measured.with_table(before, tmp_path)
-    assert "| `python -m benchmarks.single` | 200 ms | eager: 221 ms | 0.904 |\n" in after
-    assert "Per step on 2 cores (x86_64), torch 2.13.0, Python 3.11.7" in after
+    assert (
+        "| `python -m benchmarks.single` | 200 ms | eager: 221 ms | 0.904 | AMD EPYC |\n" in after
+    )
+    assert "Per step on 2 cores, torch 2.13.0, Python 3.11.7" in after
     assert "old" not in after
     assert after.startswith("above\n")
     assert after.endswith("below\n")
