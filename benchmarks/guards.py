@@ -1,4 +1,4 @@
-"""What is done beside each training step costs: GPT-2 small of transformers, one process.
+"""The cost of what is done beside each training step: GPT-2 small of transformers, one process.
 
 Python state is compared before each step (`places`); with several ranks weights are compared, too,
 64 times a whole turn; `graphaccel train --metrics` writes a line at each log, here after each step.

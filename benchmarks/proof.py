@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import Iterator
@@ -90,8 +89,6 @@ def main(arguments: list[str] | None = None) -> None:
         "command": "python -m benchmarks.proof",
         "load": [round(n, 1) for n in os.getloadavg()],
         "machine": machine(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "rounds": given.rounds,
         "models": rows,

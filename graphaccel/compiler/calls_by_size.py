@@ -55,7 +55,7 @@ class CallsBySize:
             now = self._of(step, batch)
             self._same[key] = now is None or (
                 now.names == calls.names
-                and (_returns(step, now) or _same_plain(now.plain, calls.plain))
+                and (_returns(step, now) or same_plain(now.plain, calls.plain))
                 and self._follow(step, batch, numbers, now)
             )
         return self._same[key]
@@ -124,7 +124,8 @@ def _returns(step: StepGraph, calls: Calls) -> bool:
     return calls.leaves == step.forward.returned.num_leaves
 
 
-def _same_plain(one: Mapping[int, Any] | None, other: Mapping[int, Any] | None) -> bool:
+def same_plain(one: Mapping[int, Any] | None, other: Mapping[int, Any] | None) -> bool:
+    """Whether a forward returns the same besides tensors, as far as both are known; NaN is NaN."""
     return one is None or other is None or repr(one) == repr(other)
 
 

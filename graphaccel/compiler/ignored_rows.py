@@ -19,6 +19,7 @@ from torch import fx
 from graphaccel.capture.batch import Batch, batch_size, has_dims, resized
 from graphaccel.capture.stepgraph import StepGraph
 from graphaccel.capture.symbols import BATCH, evaluate
+from graphaccel.compiler.calls_by_size import same_plain
 from graphaccel.errors import BatchNotDivisible
 from graphaccel.ir.values import operands, returned
 from graphaccel.passes.microbatch.exact_microbatch import batch_placement, is_quantity
@@ -120,7 +121,7 @@ def completed(
     whole = resized(batch, dims, wanted)
     step = captured(whole)
     result = ignored_rows(step)
-    if repr(besides(step, batch)) != repr(besides(step, whole)):  # arrays have no one truth value
+    if not same_plain(besides(step, batch), besides(step, whole)):
         result = "what the model returns besides tensors depends on the number of rows"
     if isinstance(result, str):
         raise _refused(plan, size, result)

@@ -23,7 +23,7 @@ def flatten_output(output: Any) -> tuple[list[Any], Any]:
 
 
 def is_plain(leaf: Any) -> bool:
-    """Whether a leaf is a value that is the same in each step, to be kept as it is."""
+    """Whether a leaf is a value that a batch of the same sizes gives again, to be kept as it is."""
     return isinstance(leaf, PLAIN)
 
 
