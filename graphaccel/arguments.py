@@ -28,17 +28,10 @@ from graphaccel.planner.plan.base_plan import PRECISIONS
 from graphaccel.planner.plan.pins import NAMES
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.search.validate_plan import check_given, misread
+from graphaccel.runtime.hooks import hooks_on
 from graphaccel.runtime.loss_guard import ON_NONFINITE
 from graphaccel.runtime.module import original_class
 from graphaccel.runtime.wrappers import refuse_on
-
-_HOOKS = {
-    "_forward_hooks": "forward hook",
-    "_forward_pre_hooks": "forward pre-hook",
-    "_backward_hooks": "backward hook",
-    "_backward_pre_hooks": "backward pre-hook",
-}
-
 
 _CHECKPOINTING = ("gradient_checkpointing", "grad_checkpointing")
 
@@ -232,18 +225,18 @@ def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
 
 
 def check_hooks(modules: Iterable[tuple[str, nn.Module]], *, returns_loss: bool = False) -> None:
-    """Raises HookNotKept (GA401) for hooks on inner modules: they would run at capture only; and,
-    where a call of the model `returns_loss` of a `loss_fn`, for those on the model itself."""
-    for name, module in modules:
-        for attribute, kind in _HOOKS.items():
-            for hook in getattr(module, attribute).values():
-                known = getattr(type(hook), "__module__", "").startswith("torch.nn.utils")
-                # A hook of gradient checkpointing; the captured graph does not need it.
-                known = known or getattr(hook, "__name__", "") == "make_inputs_require_grads"
-                if (name or returns_loss) and not known:
-                    code = getattr(hook, "__code__", None)
-                    line = Location(code.co_filename, code.co_firstlineno) if code else None
-                    raise HookNotKept(module=name, kind=kind, location=line)
+    """Raises HookNotKept (GA401) for hooks on inner modules, and for those of the process on every
+    module: they would run at capture only. For those on the model itself: backward hooks, and
+    others where a call of the model `returns_loss` of a `loss_fn`."""
+    for name, kind, hook in hooks_on(modules):
+        if name or name is None or returns_loss or kind.startswith("backward"):
+            location = _written_at(hook)
+            raise HookNotKept(module=name or "", every=name is None, kind=kind, location=location)
+
+
+def _written_at(hook: Any) -> Location | None:
+    code = getattr(hook, "__code__", None)
+    return Location(code.co_filename, code.co_firstlineno) if code else None
 
 
 def check_can_run(given: Plan | None, pins: Mapping[str, Any]) -> None:

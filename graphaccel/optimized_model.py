@@ -25,7 +25,7 @@ from graphaccel.dispatch.local_batch import joined, own_rows
 from graphaccel.dispatch.prepare import prepare
 from graphaccel.dispatch.run import Prepared, Run
 from graphaccel.dispatch.steps import Steps
-from graphaccel.dispatch.variants import Variant, check_autocast
+from graphaccel.dispatch.variants import Variant, check_around
 from graphaccel.errors import CaptureDiffers, DeviceOutOfMemory, GraphMisuse
 from graphaccel.ir.program import StepProgram
 from graphaccel.planner.plan.base_plan import PRECISIONS
@@ -60,7 +60,6 @@ class Handle:
         self._run, self._initial = run, initial
         rank = dist.get_rank() if run.settings.devices > 1 else 0
         self._guard = LossGuard(run.settings.on_nonfinite, rank)
-        self._inner = tuple(run.model.named_modules())
         self._reading = Reading(run.model)
         self._unplanned = Unplanned(run.model, run.optimizer, lambda: self.plan is not None)
         self._prepared: Prepared | None = None
@@ -264,9 +263,9 @@ class Handle:
             assert self.session is not None
             with self._reading.around(self.session, keep=False):
                 return self._read(training, batch, lambda: self._plain(forward, args, kwargs))
-        check_autocast(self._precision(), self._run.settings.device.type)
-        if training:
-            check_hooks(self._inner, returns_loss=callable(self.compiler.model.loss_fn))
+        check_around(self._precision(), self._run.settings.device.type)
+        returns_loss = training and callable(self.compiler.model.loss_fn)
+        check_hooks(model.named_modules(), returns_loss=returns_loss)
         with without_autocast():
             return self._train(batch) if training else self._evaluate(batch)
 

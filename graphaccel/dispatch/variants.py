@@ -11,6 +11,7 @@ import torch
 
 from graphaccel.capture.state.carried import Path
 from graphaccel.capture.stepgraph import StepGraph
+from graphaccel.compat.torch.modes import changing_modes
 from graphaccel.compat.torch.tensors import version
 from graphaccel.errors import StateFrozen
 from graphaccel.guards.guards import Guards
@@ -100,8 +101,18 @@ def _full(most: int) -> str:
     )
 
 
-def check_autocast(precision: Precision, device_type: str) -> None:
-    """Raises StateFrozen (GA106) where an autocast is active that the plan does not say."""
+def check_around(precision: Precision, device_type: str) -> None:
+    """Raises StateFrozen (GA106) where an autocast is active that the plan does not say, or a mode
+    in which functions of torch may be other ones."""
+    for mode in changing_modes():
+        raise StateFrozen(
+            what=f"`{mode}`, a TorchFunctionMode, is active around a step",
+            location=line_of(sys._getframe(1)),
+            note="the model is called here",
+            reason="the step runs a graph of ops, in which the functions that it would see are not "
+            "called any more",
+            help_lines=("call the model outside of it, and do in its forward what the mode does",),
+        )
     if not torch.is_autocast_enabled(device_type):
         return
     dtype = str(torch.get_autocast_dtype(device_type)).removeprefix("torch.")

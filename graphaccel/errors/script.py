@@ -12,15 +12,16 @@ from graphaccel.errors.messages import Location, Message, columns
 @dataclass(kw_only=True, eq=False, repr=False)
 class HookNotKept(GraphAccelError):
     """A hook would never be called, or, on the model itself ("") beside a loss_fn, with another
-    output. kind: e.g. "forward hook"."""
+    output. kind: e.g. "forward hook"; `every`: it is one of the process, on every module."""
 
     code = "GA401"
     module: str
     kind: str
+    every: bool = False
     location: Location | None = None
 
     def message(self) -> Message:
-        if not self.module:
+        if not self.module and not self.every and self.kind.startswith("forward"):
             return Message(
                 f"the {self.kind} on the model can not be kept beside loss_fn",
                 self.location,
@@ -32,8 +33,9 @@ class HookNotKept(GraphAccelError):
                     "graphaccel.optimize(model, optimizer, loss_fn='outside')",
                 ),
             )
+        where = "every module" if self.every else named_module(self.module)
         return Message(
-            f"the {self.kind} on {named_module(self.module)} can not be kept",
+            f"the {self.kind} on {where} can not be kept",
             self.location,
             why="the step runs as one graph, in which modules are not called any more",
             help=(

@@ -84,12 +84,24 @@ def _run(
             gradients, inputs, strangers = collect()
     results = Results(
         None if loss is None else loss.detach(),
-        {i: x.detach() for i, x in tensors.items()},
+        _kept(model, tensors),
         gradients,
         inputs,
         buffers,
     )
     return results, strangers
+
+
+def _kept(model: nn.Module, outputs: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """Outputs as they are now. Of those that may be memory of the model (a buffer that the forward
+    counts in and returns) copies: its writes are undone before they are compared."""
+    own = (*nn.Module.parameters(model), *model.buffers())
+    memory = {t.untyped_storage().data_ptr() for t in own}
+    kept = {i: x.detach() for i, x in outputs.items()}
+    for i, x in outputs.items():
+        if x.grad_fn is None or x.untyped_storage().data_ptr() in memory:
+            kept[i] = kept[i].clone()
+    return kept
 
 
 @contextmanager

@@ -4,9 +4,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import graphaccel
@@ -182,6 +186,35 @@ def test_a_mode_that_counts_operations() -> None:
     with FlopCounterMode(display=False), pytest.raises(errors.GradientRuleRefused) as caught:
         model(*batch)
     assert "`FlopCounterMode`, which is active around the call of the model" in str(caught.value)
+
+
+class Doubling(TorchFunctionMode):
+    """Changes what a function of torch returns."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        value = func(*args, **(kwargs or {}))
+        return 2 * value if func is F.linear else value
+
+
+def test_a_mode_of_functions_around_a_later_step() -> None:
+    model, batch = Classifier(), small_batch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    graphaccel.optimize(model, optimizer, devices=1)
+    with torch.device("cpu"):  # chooses a device, and leaves values alone
+        model(*batch)
+    number = test_a_mode_of_functions_around_a_later_step.__code__.co_firstlineno + 16
+    text = f"""\
+error[GA106]: `Doubling`, a TorchFunctionMode, is active around a step
+  --> test_bad_input_capture.py:{number}
+{number:>5} |         model(*batch)  # in it
+      |         ^^^^^^^^^^^^^^^^^^^^^^ the model is called here
+  why:  the step runs a graph of ops, in which the functions that it would see are not called any more
+  help: call the model outside of it, and do in its forward what the mode does
+  explain: graphaccel explain GA106"""
+    with refused(errors.StateFrozen, text, model, optimizer), Doubling():
+        model(*batch)  # in it
 
 
 def test_a_refused_first_batch_leaves_the_optimizer_state() -> None:

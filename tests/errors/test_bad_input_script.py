@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.flop_counter import FlopCounterMode
 
 import graphaccel
 from graphaccel import errors
@@ -74,6 +76,40 @@ def test_hooks_on_submodules(register: str, kind: str) -> None:
         graphaccel.optimize(model, optimizer, example_batch=batch)
     handle.remove()
     graphaccel.optimize(model, optimizer, example_batch=batch)
+
+
+@pytest.mark.parametrize(
+    ("register", "kind"),
+    [
+        (module_hooks.register_module_forward_hook, "forward hook"),
+        (module_hooks.register_module_forward_pre_hook, "forward pre-hook"),
+        (module_hooks.register_module_full_backward_hook, "backward hook"),
+        (module_hooks.register_module_full_backward_pre_hook, "backward pre-hook"),
+    ],
+)
+def test_hooks_on_every_module(register: Callable[..., Any], kind: str) -> None:
+    model, batch = Classifier(), small_batch()
+    optimizer = torch.optim.AdamW(model.parameters())
+    graphaccel.optimize(model, optimizer, devices=1)
+    model(*batch)
+    handle = register(watch)
+    try:
+        text = _hook_text(kind).replace("`inner`", "every module")
+        with refused(errors.HookNotKept, text, model, optimizer):
+            model(*batch)
+    finally:
+        handle.remove()
+    with FlopCounterMode(display=False):  # torch's own hooks look on
+        model(*batch)
+
+
+def test_a_backward_hook_on_the_model() -> None:
+    model, batch = Classifier(), small_batch()
+    optimizer = used_optimizer(model, batch)
+    model.register_full_backward_hook(watch)
+    text = _hook_text("backward hook").replace("`inner`", "the model")
+    with refused(errors.HookNotKept, text, model, optimizer):
+        graphaccel.optimize(model, optimizer)
 
 
 def test_a_hook_that_comes_later_is_not_lost_silently() -> None:

@@ -70,3 +70,28 @@ def test_an_example_is_compared_at_the_first_step(
     model(*(3 * x for x in inputs)).backward()
     (line,) = lines(said)
     assert ": proved     loss and 6 gradients of the plan's step equal one device's" in line
+
+
+class Counting(nn.Module):
+    """Returns a buffer that it counts in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        self.seen += 1.0
+        return self.net(x), self.net.weight, self.seen
+
+
+def test_an_output_that_is_a_buffer_is_compared_as_it_was_returned() -> None:
+    model = Counting()
+    model, optimizer = graphaccel.optimize(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), devices=1, loss_fn="outside"
+    )
+    for step in range(3):
+        out, weight, seen = model(torch.ones(4, 4))
+        (out.pow(2).mean() + weight.pow(2).mean()).backward()
+        optimizer.step()
+        assert seen.tolist() == [step + 1.0] * 2

@@ -1,4 +1,5 @@
-"""Dispatch modes: what sees every operator that runs, also inside the backward."""
+"""Dispatch modes: what sees every operator that runs, also inside the backward; and modes of
+functions, which see every call of torch."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch.overrides import _get_current_function_mode_stack
 
 # Measuring tensor bytes (runtime/meter.py); values computed for real while others are recorded
 # (runtime/deferred.py).
@@ -27,6 +29,15 @@ class BareDispatchMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+def changing_modes() -> list[str]:
+    """Classes of the modes of functions that are active, in which a forward may compute something
+    else. Torch's own choose a device (`torch.device`) and leave values alone."""
+    if not torch._C._len_torch_function_stack():
+        return []
+    kinds = [type(mode) for mode in _get_current_function_mode_stack()]
+    return [kind.__name__ for kind in kinds if not kind.__module__.startswith("torch.")]
 
 
 @contextmanager

@@ -28,6 +28,21 @@ def clear_flat_weight_refs(model: torch.nn.Module) -> None:
             module._flat_weight_refs = [None] * len(module._flat_weights_names)
 
 
+def global_hooks() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Hooks that torch calls around every module of the process, each with its kind. Those of torch
+    itself (`FlopCounterMode`) only look on."""
+    kinds = {
+        "forward hook": torch.nn.modules.module._global_forward_hooks,
+        "forward pre-hook": torch.nn.modules.module._global_forward_pre_hooks,
+        "backward hook": torch.nn.modules.module._global_backward_hooks,
+        "backward pre-hook": torch.nn.modules.module._global_backward_pre_hooks,
+    }
+    for kind, hooks in kinds.items():
+        for hook in hooks.values():
+            if not (getattr(hook, "__module__", None) or "").startswith("torch."):
+                yield kind, hook
+
+
 def is_compiled(model: torch.nn.Module) -> bool:
     """Whether `torch.compile` is wrapped around a module, or set on it in place."""
     return hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None

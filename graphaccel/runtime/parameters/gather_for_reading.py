@@ -23,6 +23,7 @@ from graphaccel.errors import ElsewhereNeeded, RankLost, Unsupported
 from graphaccel.errors.messages import line_of_script
 from graphaccel.runtime.execution.answers import answered
 from graphaccel.runtime.execution.lost_rank import first_line, is_connection, modules_of
+from graphaccel.runtime.hooks import inner_hooks
 from graphaccel.runtime.parameters.remote import RemoteTensor
 from graphaccel.runtime.parameters.sharded import ShardTensor, ShardView
 from graphaccel.runtime.parameters.state import whole_tensor
@@ -133,13 +134,15 @@ class Reading:
 
     def wanted(self, batch: Batch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether an evaluation runs on gathered weights: it is given or returns what no graph has
-        (a cache of keys and values), or its shape is new.
+        (a cache of keys and values), or has hooks on its modules, or its shape is new.
 
         A program is compiled for the first shape, and for others when they come a second time:
         lengths that grow with each call come once.
         """
         if self._model.training:  # which may write buffers
             return False
+        if inner_hooks(self._model.named_modules()):
+            return True
         if kwargs.get("use_cache") or not all(map(_is_input, (*args, *kwargs.values()))):
             return True
         known = len(self._shapes)

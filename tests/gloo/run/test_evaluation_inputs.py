@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_hook
 
 import graphaccel
 from graphaccel import errors
@@ -136,3 +137,42 @@ def test_another_width_is_no_graph_that_is_missing(pool: Pool, pins: dict[str, A
     for said in pool.run(2, _of_another_width, pins):
         first = said.splitlines()[0]
         assert first == "error[GA406]: shape of `args[0]` changed: captured with [b, 4], now [8, 3]"
+
+
+@captures_of("evaluation inputs")
+def _hooked(pins: dict[str, Any] | None) -> list[Tensor]:
+    """Outputs of evaluations with a hook on an inner module, on every module, and with none."""
+    torch.manual_seed(0)
+    model = Masked().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if pins is not None:
+        graphaccel.optimize(model, optimizer, **pins)
+    x, labels = torch.randn(8, 4).double(), torch.randint(5, (8,))
+    model(x, torch.ones(8, 8).double(), labels)[0].backward()
+    optimizer.step()
+    model.eval()
+    seen: list[Tensor] = []
+
+    def twice(module: nn.Module, args: Any, output: Any) -> Any:
+        if module is not model.second:
+            return None
+        seen.append(output)
+        return 2 * output
+
+    for register in (model.second.register_forward_hook, register_module_forward_hook):
+        with torch.no_grad():
+            handle = register(twice)
+            seen.append(model(x)[1])
+            handle.remove()
+            seen.append(model(x)[1])
+    return seen
+
+
+@pytest.mark.parametrize(
+    "pins", [{"pipeline": 2, "microbatches": 2}, {"data": 2, "zero": 3}], ids=["pipeline", "data"]
+)
+def test_hooks_on_modules_run(pool: Pool, pins: dict[str, Any]) -> None:
+    eager = _hooked(None)
+    assert len(eager) == 6
+    for found in pool.run(2, _hooked, pins):
+        torch.testing.assert_close(found, eager, rtol=0, atol=1e-12)
