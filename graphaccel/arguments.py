@@ -28,9 +28,9 @@ from graphaccel.planner.plan.base_plan import PRECISIONS
 from graphaccel.planner.plan.pins import NAMES
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.search.validate_plan import check_given, misread
-from graphaccel.runtime.hooks import hooks_on
 from graphaccel.runtime.loss_guard import ON_NONFINITE
 from graphaccel.runtime.module import original_class
+from graphaccel.runtime.parameters.module_hooks import hooks_on
 from graphaccel.runtime.wrappers import refuse_on
 
 _CHECKPOINTING = ("gradient_checkpointing", "grad_checkpointing")

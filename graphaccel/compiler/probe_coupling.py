@@ -24,16 +24,19 @@ _SHAPES = (5, 7, 3, 2, 11), (11, 3, 7, 2, 5)
 _SCALES = (1.0, 1e3, 1e-3)
 """Of a gradient: a bound on a norm over all of them acts for one of these."""
 _STEPS = 3
+DRAWS = "its step draws random numbers"
 
 
 @dataclass(frozen=True)
 class Coupling:
     """dependent: the step of a parameter depends on another. full: which state has the shape of its
-    parameter. unknown: why it could not be determined, e.g. that a step draws random numbers."""
+    parameter. unknown: why it could not be determined. draws: because a step draws random numbers,
+    which for one parameter are those that follow another one's."""
 
     dependent: bool = False
     full: StateKeys = frozenset()
     unknown: str = ""
+    draws: bool = False
 
 
 def coupling_of(optimizer: Optimizer) -> Coupling:
@@ -51,7 +54,7 @@ def coupling_of(optimizer: Optimizer) -> Coupling:
             draws = not torch.equal(drawn, torch.get_rng_state())
             torch.set_rng_state(drawn)
         if draws:
-            return Coupling(unknown="its step draws random numbers")
+            return Coupling(unknown=DRAWS, draws=True)
         if dependent:
             return Coupling(dependent=True)
     return Coupling(full=frozenset(full))

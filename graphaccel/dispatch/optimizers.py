@@ -31,7 +31,7 @@ def keeping_parameters_whole(
     if is_elementwise(optimizer) and not inner_optimizer(optimizer):
         return dict(pins)
     single = _needs_closure(optimizer) or inner_optimizer(optimizer) != ""
-    if single or coupling_of(optimizer).dependent:
+    if single or (known := coupling_of(optimizer)).dependent or known.draws:
         return {"pipeline": 1, "tensor": 1, **pins}
     return dict(pins)
 
@@ -55,13 +55,13 @@ def state_keys(optimizer: torch.optim.Optimizer, planned: Planned) -> StateKeys 
     reason = _COUPLED if known.dependent else ""
     if sharded and _needs_closure(optimizer):
         reason = _CLOSURE
-    elif sharded and known.unknown:
+    elif known.draws or (sharded and known.unknown):
         reason = f"what its step depends on is not known: {known.unknown}"
     elif sharded and "optimizer" in plan.offload:
         reason = reason or "with optimizer state on the host it steps shards alone"
     if reason:
         kind = type(optimizer)
-        own = not kind.__module__.startswith("torch.optim")
+        own = not (kind.__module__.startswith("torch.optim") or known.draws)
         raise NotElementwise(optimizer=kind.__name__, reason=reason, own=own)
     return known.full if sharded else None
 

@@ -11,14 +11,16 @@ from torch import nn
 from torch.distributed import DeviceMesh
 
 from graphaccel.compiler.compiler import Planned
+from graphaccel.compiler.probe_coupling import DRAWS
 from graphaccel.dispatch.first_update import first_update
+from graphaccel.errors import NotElementwise
 from graphaccel.runtime.parameters.all_gradients import AllGradients
 from graphaccel.runtime.parameters.host import HostCopies
 from graphaccel.runtime.parameters.optimizer_step import OptimizerStep
 from graphaccel.runtime.parameters.remote import RemoteTensor
 from graphaccel.runtime.parameters.sharded_optimizer import ShardedOptimizer
 from graphaccel.runtime.parameters.state import OptimizerState
-from graphaccel.runtime.parameters.step_hooks import StepHooks
+from graphaccel.runtime.parameters.step_hooks import StepHooks, closure_of
 from graphaccel.runtime.parameters.whole_matrices import StateKeys, WholeMatrixOptimizer
 from graphaccel.runtime.session import Session
 
@@ -87,9 +89,7 @@ def register_updates(
     if step is None and gradients is not None:
         hooks.add(gradients.prepare_all)
     if session.mesh.pipeline > 1:
-        remote = _RemoteGradients()
-        hooks.add(remote.remove)
-        optimizer.register_step_post_hook(remote.put_back)
+        _RemoteGradients(optimizer, hooks)
     first, layouts = None, session.states if host is None else session.step_layouts()
     if compare and (layouts or step is not None or session.mesh.pipeline > 1):
         clipping, on_host = None if step is None else gradients, host is not None
@@ -111,6 +111,8 @@ def register_updates(
     if step is not None:
         hooks.add_after_closures(step.in_closure)
         step.start()
+    if session.states or later or session.mesh.pipeline > 1:
+        _Draws(optimizer, hooks)
     updates = Updates(gradients, step, host, shards, state)
     updates.follow(model, session)
     return updates
@@ -137,22 +139,64 @@ def _all_gradients(
 
 class _RemoteGradients:
     """Gradients of other pipeline ranks: away while an optimizer steps, which then leaves their
-    parameters out, and there afterwards for a script that reads gradients."""
+    parameters out, and there afterwards for a script that reads gradients.
 
-    def __init__(self) -> None:
+    A step of the script's own may take a gradient for granted: it does not see the parameters."""
+
+    def __init__(self, optimizer: Optimizer, hooks: StepHooks) -> None:
+        hooks.add(self.remove)
+        optimizer.register_step_post_hook(self.put_back)
         self._removed: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._hidden: list[tuple[dict[str, Any], int, torch.Tensor]] = []
 
     def remove(self, optimizer: Optimizer, *_: Any) -> None:
         """A hook before the step."""
+        self.put_back()  # the previous step may have raised
         given = [p for group in optimizer.param_groups for p in group["params"]]
         self._removed = [
             (p, p.grad) for p in given if isinstance(p, RemoteTensor) and p.grad is not None
         ]
         for parameter, _gradient in self._removed:
             parameter.grad = None
+        if type(optimizer).__module__.startswith("torch.optim"):
+            return
+        for group in optimizer.param_groups:
+            params = group["params"]
+            hidden = [(i, p) for i, p in enumerate(params) if isinstance(p, RemoteTensor)]
+            self._hidden += [(group, i, p) for i, p in hidden]
+            group["params"] = [p for p in params if not isinstance(p, RemoteTensor)]
 
     def put_back(self, *_: Any) -> None:
         """A hook after the step."""
+        for group, place, parameter in self._hidden:
+            group["params"].insert(place, parameter)
         for parameter, gradient in self._removed:
             parameter.grad = gradient
-        self._removed = []
+        self._removed, self._hidden = [], []
+
+
+class _Draws:
+    """Refuses a step that draws random numbers, where each rank steps other parameters: what is
+    drawn for one would be another one's. Its first steps were probed before; this one began
+    later."""
+
+    def __init__(self, optimizer: Optimizer, hooks: StepHooks) -> None:
+        """The last of the hooks: it may raise."""
+        hooks.add(self.before)
+        optimizer.register_step_post_hook(self.after)
+        self._state: torch.Tensor | None = None
+
+    def before(self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+        """A hook before the step. A closure may run the model, which may draw."""
+        own = not type(optimizer).__module__.startswith("torch.optim")
+        watched = own and closure_of(args, kwargs) is None
+        self._state = torch.get_rng_state() if watched else None
+
+    def after(self, optimizer: Optimizer, *_: Any) -> None:
+        """A hook after the step.
+
+        Raises NotElementwise (GA211).
+        """
+        state, self._state = self._state, None
+        if state is not None and not torch.equal(state, torch.get_rng_state()):
+            raise NotElementwise(optimizer=type(optimizer).__name__, reason=DRAWS)

@@ -23,7 +23,7 @@ from graphaccel.errors import ElsewhereNeeded, RankLost, Unsupported
 from graphaccel.errors.messages import line_of_script
 from graphaccel.runtime.execution.answers import answered
 from graphaccel.runtime.execution.lost_rank import first_line, is_connection, modules_of
-from graphaccel.runtime.hooks import inner_hooks
+from graphaccel.runtime.parameters.module_hooks import inner_hooks
 from graphaccel.runtime.parameters.remote import RemoteTensor
 from graphaccel.runtime.parameters.sharded import ShardTensor, ShardView
 from graphaccel.runtime.parameters.state import whole_tensor

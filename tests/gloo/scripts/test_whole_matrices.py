@@ -107,7 +107,37 @@ class Flagged(TwoSided):
                 p -= group["lr"] * p.grad / p.grad.norm()
 
 
-OWN = {"TwoSided": TwoSided, "Flagged": Flagged, "ByNorm": ByNorm, "PackedState": PackedState}
+class Bare(TwoSided):
+    """Takes for granted that every parameter has a gradient."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            p -= self.param_groups[0]["lr"] * p.grad / p.grad.norm()
+
+
+class Noisy(TwoSided):
+    """Adds noise, from its `first` step on."""
+
+    first = 1
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.steps = getattr(self, "steps", 0) + 1
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                noise = torch.randn_like(p) if self.steps >= self.first else 0.0
+                p -= self.param_groups[0]["lr"] * (p.grad / p.grad.norm() + noise)
+
+
+class NoisyLater(Noisy):
+    """Its noise begins where no probe sees it."""
+
+    first = 5
+
+
+KINDS = TwoSided, Flagged, ByNorm, PackedState, Bare, Noisy, NoisyLater
+OWN = {kind.__name__: kind for kind in KINDS}
 
 
 def _optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
@@ -183,7 +213,7 @@ def _stepped(name: str) -> list[float]:
     return furthest
 
 
-@pytest.mark.parametrize("name", ["Muon", "Adafactor", "TwoSided", "Flagged"])
+@pytest.mark.parametrize("name", ["Muon", "Adafactor", "TwoSided", "Flagged", "Bare"])
 def test_as_on_one_device(pool: Pool, name: str) -> None:
     if name not in OWN and not hasattr(torch.optim, name):
         pytest.skip(f"this torch has no {name}")
@@ -227,16 +257,33 @@ def test_one_that_couples_parameters_is_refused(pool: Pool, pins: dict[str, Any]
 
 
 @captures_of("whole matrices")
+def _noisy(pins: dict[str, Any]) -> None:
+    with pytest.raises(errors.NotElementwise, match="draws random numbers"):
+        _pair("Noisy", pins)
+    _, _, ours, own = _pair("NoisyLater", pins)
+    _train(ours, own, NoisyLater.first - 1)
+    with pytest.raises(errors.NotElementwise, match="draws random numbers"):
+        _train(ours, own, 1)
+
+
+@pytest.mark.parametrize("pins", [{"pipeline": 2}, {"data": 2, "zero": 3}], ids=str)
+def test_one_that_draws_is_refused(pool: Pool, pins: dict[str, Any]) -> None:
+    pool.run(2, _noisy, pins)
+
+
+@captures_of("whole matrices")
 def _kept_whole(name: str) -> tuple[int, int, int, float]:
     train = _train_by_closure if name == "LBFGS" else partial(_train, steps=3)
     plain, optimizer, ours, own = _pair(name, {}, layers=6)  # Adam would get a pipeline
+    torch.manual_seed(1)
     train(plain, optimizer)
+    torch.manual_seed(1)
     train(ours, own)
     plan = ours.graphaccel.plan
     return plan.pipeline, plan.tensor, plan.zero, _furthest(plain, ours)
 
 
-@pytest.mark.parametrize("name", ["ByNorm", "LBFGS"])
+@pytest.mark.parametrize("name", ["ByNorm", "LBFGS", "Noisy"])
 def test_the_plan_that_is_chosen_keeps_what_is_coupled_whole(pool: Pool, name: str) -> None:
     for *split, furthest in pool.run(2, _kept_whole, name):
         assert split == [1, 1, 0]
