@@ -104,7 +104,7 @@ def register_updates(
             shards = ShardedOptimizer(optimizer, hooks, size, host)
         else:
             shards = WholeMatrixOptimizer(optimizer, hooks, keys)
-    if session.states or later:
+    if session.states or later or session.mesh.pipeline > 1:
         state = OptimizerState(optimizer, meshes)
     if first is not None:
         optimizer.register_step_post_hook(first.after)  # behind those that put shards back

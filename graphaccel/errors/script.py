@@ -286,24 +286,38 @@ class GraphMisuse(GraphAccelError):
 @dataclass(kw_only=True, eq=False, repr=False)
 class PartOfModel(GraphAccelError):
     """A file would have contained only the part of a model that one process holds. what: which
-    object."""
+    object. of_optimizer: it is the state of one. loaded: one of all parameters loads it."""
 
     code = "GA411"
     what: str
+    of_optimizer: bool = False
+    loaded: bool = False
 
     def message(self) -> Message:
+        together = "graphaccel.save('checkpoints', model, optimizer, step=100)"
+        helps = (
+            "have the whole, on every process:  state = graphaccel.full_state_dict(model)",
+            "and write it on one of them:  torch.save(state, 'model.pt')",
+            "or, of transformers:  model.save_pretrained('folder', state_dict=state)",
+            f"or each process its part:  {together}",
+            "to read a file of the whole model:  graphaccel.load('model.safetensors', model)",
+        )
+        harm = "a file of those would load as another model"
+        if self.of_optimizer:
+            harm = harm.replace("model", "state")
+            helps = (
+                f"save it with the model, each process its part:  {together}",
+                "which any plan reads:  graphaccel.load('checkpoints', model, optimizer)",
+                "or keep all of it on each process:  "
+                "graphaccel.optimize(model, optimizer, zero=0, tensor=1, pipeline=1)",
+            )
+        if self.loaded:
+            harm = "the rest would start anew"
+        done = "loaded" if self.loaded else "saved"
         return Message(
-            f"{self.what} can not be saved by one process: others have parts of it",
-            why="under this plan each process has some of the numbers only, and a file of those "
-            "would load as another model",
-            help=(
-                "have the whole, on every process:  state = graphaccel.full_state_dict(model)",
-                "and write it on one of them:  torch.save(state, 'model.pt')",
-                "or, of transformers:  model.save_pretrained('folder', state_dict=state)",
-                "or each process its part:  "
-                "graphaccel.save('checkpoints', model, optimizer, step=100)",
-                "to read a file of the whole model:  graphaccel.load('model.safetensors', model)",
-            ),
+            f"{self.what} can not be {done} by one process: others have parts of it",
+            why=f"under this plan each process has some of the numbers only, and {harm}",
+            help=helps,
         )
 
 

@@ -1,24 +1,29 @@
 """State dicts of a model and an optimizer whose tensors are spread over several ranks.
 
-What this rank holds in full is a plain tensor, a shard a DTensor of the same memory, and what other
-stages hold a DTensor that is empty here: torch.distributed.checkpoint reads and writes each on its
-own rank. A shard that no DTensor checkpoint can describe (fused weights, sharded section by
-section) is a ShardTensor, which describes itself.
+What this rank holds in full is a plain tensor; for the rest see `presented.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+import copy
+import sys
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
-from graphaccel.compat.torch.distributed import StridedShard, submesh
-from graphaccel.errors import GraphMisuse, PartOfModel
+from graphaccel.compat.torch.distributed import submesh
+from graphaccel.errors import GraphMisuse
 from graphaccel.runtime.parameters.layout import ShardLayout
+from graphaccel.runtime.parameters.presented import (
+    part_of_state,
+    placements,
+    remote_part,
+    shard_part,
+)
 from graphaccel.runtime.parameters.remote import RemoteTensor
 from graphaccel.runtime.parameters.sharded import ShardTensor
 from graphaccel.runtime.session import Session
@@ -51,78 +56,6 @@ def stage_meshes(session: Session, *, later: bool = False) -> dict[int, DeviceMe
     return results
 
 
-def placements(layout: ShardLayout, meshes: DeviceMesh) -> list[Any]:
-    """A layout as DTensor placements, one for each dim of the mesh. DTensor shards over the outer
-    axes first: where an inner axis has split the same dim before, the outer one takes a strided
-    shard."""
-    results: list[Any] = []
-    order = layout.mesh.axes
-    for axis in meshes.mesh_dim_names or ():
-        number = next((i for i, s in enumerate(layout.splits) if s.axis == axis), None)
-        if number is None:
-            results.append(Replicate())
-            continue
-        split = layout.splits[number]
-        sections = split.outer
-        for other in layout.splits[:number]:
-            if other.dim == split.dim and order.index(other.axis) > order.index(axis):
-                sections *= layout.mesh.size(other.axis)
-        results.append(StridedShard(split.dim, sections) if sections > 1 else Shard(split.dim))
-    return results or [Replicate()]
-
-
-class _Part:
-    """A tensor in a model's state dict of which other processes hold the rest: code that reads this
-    process's memory alone, unaware of the others, is refused."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise PartOfModel(what="this state dict")
-
-    def untyped_storage(self) -> Any:
-        """Called by safetensors. Raises PartOfModel (GA411)."""
-        raise PartOfModel(what="this state dict")
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        built = self.detach().clone()  # type: ignore[attr-defined]
-        built.__class__ = type(self)
-        memo[id(self)] = built
-        return built
-
-
-class ShardPart(_Part, ShardTensor):
-    """A shard that no DTensor can describe, in a model's state dict."""
-
-
-class DTensorPart(_Part, DTensor):
-    """A shard, or a tensor of another process, in a model's state dict."""
-
-
-def _part(value: Any) -> Any:
-    value.__class__ = DTensorPart if issubclass(type(value), DTensor) else ShardPart
-    return value
-
-
-def presented(local: torch.Tensor, layout: ShardLayout, meshes: Mapping[int, DeviceMesh]) -> Any:
-    """A shard as checkpoints see it, in the same memory. A DTensor would copy one from the host."""
-    if not layout.simple or local.device.type != layout.mesh.device.type:
-        return ShardTensor(local, layout)
-    return _dtensor(local, layout, meshes[layout.mesh.pipeline_index])
-
-
-def _dtensor(local: torch.Tensor, layout: ShardLayout, meshes: DeviceMesh) -> DTensor:
-    if not layout.shape:  # from_local takes no shape as none given, and reads that of the tensor
-        scalar = local if local.dim() == 0 else local.new_empty(())
-        return DTensor.from_local(scalar, meshes, placements(layout, meshes), run_check=False)
-    return DTensor.from_local(
-        layout.real(local) if local.dim() == len(layout.shape) else local,
-        meshes,
-        placements(layout, meshes),
-        run_check=False,
-        shape=layout.shape,
-        stride=torch.empty(layout.shape, device="meta").stride(),
-    )
-
-
 def sharded_state_dict(
     session: Session, meshes: Mapping[int, DeviceMesh], plain: MutableMapping[str, Any], prefix: str
 ) -> MutableMapping[str, Any]:
@@ -131,11 +64,10 @@ def sharded_state_dict(
     for key, value in plain.items():
         name = key.removeprefix(prefix)
         if isinstance(value, ShardTensor):
-            plain[key] = _part(presented(value.local, value.sharding, meshes))
+            plain[key] = shard_part(value.local, value.sharding, meshes, of_optimizer=False)
         elif isinstance(value, RemoteTensor):
             layout = ShardLayout(value.shape, session.splits.get(name, ()), session.mesh)
-            local = torch.empty(0, dtype=value.dtype, device=value.device)
-            plain[key] = _part(_dtensor(local, layout, meshes[session.owner(name)]))
+            plain[key] = remote_part(value, layout, session.owner(name), meshes)
     return plain
 
 
@@ -183,10 +115,31 @@ def whole_value(value: Any) -> Any:
     return whole.cpu().clone()
 
 
+class _StateOfSome(dict):
+    """The state of those parameters of which this process holds something, by their numbers."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to pickle. Raises PartOfModel (GA411)."""
+        raise part_of_state(of_optimizer=True)
+
+    def items(self) -> Any:
+        """As of any dict. Raises PartOfModel (GA411) in an optimizer of all parameters, whose
+        `load_state_dict` takes those that are missing here as new."""
+        frame = sys._getframe(1)
+        loads = frame.f_code.co_name == "load_state_dict"
+        if loads and isinstance(frame.f_locals.get("self"), Optimizer):
+            raise part_of_state(of_optimizer=True, loaded=True)
+        return super().items()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _StateOfSome:
+        return _StateOfSome({key: copy.deepcopy(value, memo) for key, value in self.items()})
+
+
 class OptimizerState:
     """Hooks that make an optimizer's state dict that of the whole model.
 
-    Saved: shards as DTensors. Loaded: DTensors, or full tensors (of the plain model's optimizer).
+    Saved: shards as DTensors, and nothing of other stages. Loaded: DTensors, or full tensors (of
+    the plain model's optimizer), of which those of other stages are left out.
     """
 
     def __init__(
@@ -209,17 +162,19 @@ class OptimizerState:
         for number, values in state["state"].items():
             layout = layouts.get(number)
             built[number] = {
-                key: presented(value, layout, self._meshes)
+                key: shard_part(value, layout, self._meshes, of_optimizer=True)
                 if layout is not None and _has_shape(value, layout.local_shape)
                 else value
                 for key, value in values.items()
             }
-        return {**state, "state": built}
+        return {**state, "state": _StateOfSome(built) if _elsewhere(optimizer, state) else built}
 
     def _loaded(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         built = {}
-        layouts = self._by_key(optimizer, state)
+        layouts, elsewhere = self._by_key(optimizer, state), _elsewhere(optimizer, state)
         for number, values in state["state"].items():
+            if number in elsewhere:
+                continue
             layout = layouts.get(number)
             built[number] = {
                 key: value if layout is None else self._own(value, layout)
@@ -241,11 +196,21 @@ class OptimizerState:
         return value
 
     def _by_key(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[Any, ShardLayout]:
-        """Key of a parameter in the state dict (a number, or its name) → its state's layout."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        keys = [key for group in state["param_groups"] for key in group["params"]]
-        pairs = zip(keys, parameters, strict=False)
+        """Key of a parameter in the state dict → its state's layout."""
+        pairs = _keyed(optimizer, state)
         return {key: self._layouts[id(p)] for key, p in pairs if id(p) in self._layouts}
+
+
+def _keyed(optimizer: Optimizer, state: dict[str, Any]) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Each parameter and its key in the state dict: a number, or its name."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    keys = [key for group in state["param_groups"] for key in group["params"]]
+    return zip(keys, parameters, strict=False)
+
+
+def _elsewhere(optimizer: Optimizer, state: dict[str, Any]) -> set[Any]:
+    """Keys of the parameters that other stages have."""
+    return {key for key, p in _keyed(optimizer, state) if isinstance(p, RemoteTensor)}
 
 
 def _has_shape(value: Any, shape: torch.Size) -> bool:

@@ -164,6 +164,26 @@ error[GA411]: `GPT` can not be saved by one process: others have parts of it
   explain: graphaccel explain GA411""",
     ),
     (
+        errors.PartOfModel(what="this optimizer's state dict", of_optimizer=True),
+        """\
+error[GA411]: this optimizer's state dict can not be saved by one process: others have parts of it
+  why:  under this plan each process has some of the numbers only, and a file of those would load as another state
+  help: save it with the model, each process its part:  graphaccel.save('checkpoints', model, optimizer, step=100)
+  help: which any plan reads:  graphaccel.load('checkpoints', model, optimizer)
+  help: or keep all of it on each process:  graphaccel.optimize(model, optimizer, zero=0, tensor=1, pipeline=1)
+  explain: graphaccel explain GA411""",
+    ),
+    (
+        errors.PartOfModel(what="this optimizer's state dict", of_optimizer=True, loaded=True),
+        """\
+error[GA411]: this optimizer's state dict can not be loaded by one process: others have parts of it
+  why:  under this plan each process has some of the numbers only, and the rest would start anew
+  help: save it with the model, each process its part:  graphaccel.save('checkpoints', model, optimizer, step=100)
+  help: which any plan reads:  graphaccel.load('checkpoints', model, optimizer)
+  help: or keep all of it on each process:  graphaccel.optimize(model, optimizer, zero=0, tensor=1, pipeline=1)
+  explain: graphaccel explain GA411""",
+    ),
+    (
         errors.RankLost(
             rank=0,
             stage=0,
