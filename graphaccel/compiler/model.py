@@ -27,6 +27,7 @@ from graphaccel.planner.memory.resident import Resident
 from graphaccel.planner.plan.plan import Plan
 from graphaccel.planner.plan.zero import local_shape
 from graphaccel.runtime.deferred import RECORD
+from graphaccel.runtime.parameters.remote import RemoteTensor
 
 
 @dataclass(frozen=True)
@@ -288,7 +289,7 @@ def _know_others(module: nn.Module, known: dict[int, Any], memory: dict[int, tor
 
 
 def _fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
-    if tensor.device.type != "meta":
+    if tensor.device.type != "meta" and not isinstance(tensor, RemoteTensor):
         return mode.from_tensor(tensor)
     with mode:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)

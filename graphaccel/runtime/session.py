@@ -29,6 +29,7 @@ from graphaccel.runtime.mesh import Mesh
 from graphaccel.runtime.parameters.layout import ShardLayout
 from graphaccel.runtime.parameters.optimizer_copy import leave_values
 from graphaccel.runtime.parameters.remote import Elsewhere, RemoteTensor
+from graphaccel.runtime.parameters.remote_buffers import RemoteBuffers
 from graphaccel.runtime.parameters.sharded import ShardTensor, local_of
 from graphaccel.runtime.parameters.swap import forget_graphs, swap
 from graphaccel.schedule.table import Schedule
@@ -88,6 +89,7 @@ class Session:
         self._buckets = Buckets(1 if recorder is None else 2)
         self._outside: dict[int, ExternalLossExecutor] = {}
         self._places: dict[str, tuple[bool, int]] = {}
+        self._buffers = RemoteBuffers()
 
     def settle(
         self,
@@ -129,12 +131,11 @@ class Session:
                 _make_remote(parameter, self.mesh, self._elsewhere(name, shared))
                 if optimizer is not None:
                     leave_values(optimizer, parameter)
-        for module_name, module in self.model.named_modules():
-            for name, buffer in list(module.named_buffers(recurse=False)):
-                full = f"{module_name}.{name}" if module_name else name
-                if full in self.homes and not self.holds(full):
-                    where = self._elsewhere(full, shared)
-                    setattr(module, name, RemoteTensor(buffer, where, self.mesh.device))
+        self._buffers.leave(
+            self.model,
+            lambda n: self._elsewhere(n, shared) if n in self.homes and not self.holds(n) else None,
+            self.mesh.device,
+        )
 
     def _elsewhere(self, name: str, shared: Mapping[int, int]) -> Elsewhere:
         return Elsewhere(self.mesh.pipeline_group, self._holders(name), shared)
@@ -299,6 +300,7 @@ class Session:
 
         Raises GraphMisuse (GA407) where this rank did not hold the full original.
         """
+        self._buffers.leave_replaced()
         tensors = *self.model.named_parameters(), *self.model.named_buffers()
         places: dict[str, tuple[bool, int]] = {}  # whether it is held in full, and where
         for name, tensor in tensors:

@@ -175,3 +175,50 @@ def test_what_lies_in_shards_is_not_replaced(pool: Pool) -> None:
             "  help: copy values into it:  model.load_state_dict(state)\n"
             "  explain: graphaccel explain GA407"
         )
+
+
+class Masked(nn.Module):
+    """A buffer in each of two layers. Inputs [B, 16]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.register_buffer("inner", torch.ones(32))
+        self.register_buffer("outer", torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x)) * self.inner
+        return (self.second(hidden) * self.outer).square().mean()
+
+
+def _masked(pins: dict[str, Any] | None) -> list[float]:
+    torch.manual_seed(0)
+    model = Masked().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if pins is not None:
+        graphaccel.optimize(model, optimizer, **pins)
+    losses = []
+    for step in range(6):
+        if step == 2:
+            model.inner = torch.arange(32).double() / 32
+            model.outer = torch.arange(16).double() / 16
+        if step == 4:
+            model.inner, model.outer = model.inner * 2, model.outer.square()
+        loss = model(torch.linspace(-1, 1, 8 * 16).double().view(8, 16))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+PIPELINE = {"pipeline": 2, "microbatches": 2}
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("pins", [PIPELINE, {"data": 2, "zero": 3}], ids=["pipeline", "data"])
+def test_buffers_are_replaced_under_every_plan(pool: Pool, pins: dict[str, Any]) -> None:
+    eager = _masked(None)
+    assert abs(eager[2] - eager[1]) > 0.01
+    for found in pool.run(2, _masked, pins):
+        assert found == pytest.approx(eager, rel=1e-12)
