@@ -1,9 +1,9 @@
 """The package's `sys.excepthook`: how an error that ends the script is printed.
 
-An error of ours is said once for all ranks, with the lines of the script and without the frames of
-this package and of torch between them. An error of memory that the optimizer's step or the script's
-own code raises is torch's: what was predicted is said behind it. Within a planned step it is
-DeviceOutOfMemory (GA502).
+An error that all ranks have is said once: one of ours with the lines of the script alone, one that
+the script's forward raises under a plan without the frames of this package. An error of memory that
+the optimizer's step or the script's own code raises is torch's: what was predicted is said behind
+it. Within a planned step it is DeviceOutOfMemory (GA502).
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from types import TracebackType
+from collections.abc import Callable
+from traceback import format_exception_only
+from types import FrameType, TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -63,11 +65,12 @@ class Uncaught:
             self._before(kind, error, trace)
             return
         setattr(error, _SAID, True)
-        if isinstance(error, GraphAccelError):
-            if not said_by_first(str(error)):
-                self._say(kind, error, trace)
+        if said_by_first("".join(format_exception_only(kind, error))):
             return
-        self._before(kind, error, trace)
+        if isinstance(error, GraphAccelError):
+            self._say(kind, error, trace)
+            return
+        self._show(kind, error, _below_script(trace))
         model, device = (None, None) if self._last is None else (self._last[0](), self._last[1])
         if model is None or model.steps is None or device is None:
             return
@@ -80,18 +83,27 @@ class Uncaught:
     ) -> None:
         """Print an error of ours with the script's frames alone, and its cause where that is the
         script's."""
-        if os.environ.get("GRAPHACCEL_TRACEBACK") == "full":
-            self._before(kind, error, trace)
-            return
-        before = error.__traceback__, error.__cause__, error.__suppress_context__
+        before = error.__cause__, error.__suppress_context__
         cause = error.__cause__
-        if cause is None or not _of_script(cause.__traceback__):
+        full = os.environ.get("GRAPHACCEL_TRACEBACK") == "full"
+        if not full and (cause is None or not _of_script(cause.__traceback__)):
             error.__cause__ = None  # sets __suppress_context__, too
         try:
-            own = _of_script(trace) or trace
-            self._before(kind, error.with_traceback(own), own)
+            self._show(kind, error, _of_script(trace))
         finally:  # a debugger reads it afterwards
-            error.__traceback__, error.__cause__, error.__suppress_context__ = before
+            error.__cause__, error.__suppress_context__ = before
+
+    def _show(
+        self, kind: type[BaseException], error: BaseException, shown: TracebackType | None
+    ) -> None:
+        """Print an error with these frames; with all where there are none, or all are asked for."""
+        before = error.__traceback__
+        if shown is None or os.environ.get("GRAPHACCEL_TRACEBACK") == "full":
+            shown = before
+        try:
+            self._before(kind, error.with_traceback(shown), shown)
+        finally:
+            error.__traceback__ = before
 
 
 def hooked() -> Uncaught:
@@ -104,12 +116,33 @@ def hooked() -> Uncaught:
 
 def _of_script(trace: TracebackType | None) -> TracebackType | None:
     """A traceback of the frames of the script's own files; None where there are none."""
+    return _only(trace, is_of_script)
+
+
+def _below_script(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback without the frames of this package between the script's; None where there are
+    none."""
+    frames, step = [], trace
+    while step is not None:
+        frames.append(step.tb_frame)
+        step = step.tb_next
+    last = max((i for i, frame in enumerate(frames) if is_of_script(frame)), default=0)
+    between = {id(frame) for frame in frames[:last] if _is_ours(frame)}
+    return _only(trace, lambda frame: id(frame) not in between) if between else None
+
+
+def _only(trace: TracebackType | None, shown: Callable[[FrameType], bool]) -> TracebackType | None:
+    """A traceback of some of its frames."""
     if trace is None:
         return None
-    inner = _of_script(trace.tb_next)
-    if not is_of_script(trace.tb_frame):
+    inner = _only(trace.tb_next, shown)
+    if not shown(trace.tb_frame):
         return inner
     return TracebackType(inner, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).startswith("graphaccel.")
 
 
 def _doing(trace: TracebackType | None) -> str:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import distributed, nn
 
+import graphaccel
 from graphaccel.arguments import check_arguments
 from graphaccel.cli.main import main
 from graphaccel.compat.torch import distributed as compat
@@ -58,10 +59,19 @@ def test_a_script_ends_with_the_traceback_of_the_first_rank_alone(
     assert hooked() is hooked()
     same = "the same"
     own = [GraphMisuse(what=same) for _ in range(2)]
-    for rank, error in ((0, own[0]), (1, own[1]), (1, ValueError("x")), (1, GraphMisuse(what="y"))):
+    of_script = [ValueError("x") for _ in range(2)]
+    for rank, error in (
+        (0, own[0]),
+        (1, own[1]),
+        (1, ValueError("of one rank alone")),
+        (1, GraphMisuse(what="y")),
+        (0, of_script[0]),
+        (1, of_script[1]),
+    ):
         monkeypatch.setenv("LOCAL_RANK", str(rank))
         sys.excepthook(type(error), error, None)
-    assert [type(error) for error in shown] == [GraphMisuse, ValueError, GraphMisuse]
+    assert [type(error) for error in shown] == [GraphMisuse, ValueError, GraphMisuse, ValueError]
+    assert shown[-1] is of_script[0]
 
 
 @pytest.mark.parametrize("joined", [False, True], ids=["agent", "process group"])
@@ -120,6 +130,30 @@ def test_frames_of_ours_are_not_shown(
         assert said.count("Traceback") == 1 + ("of the backend" in said)
     hook.remove()
     assert sys.excepthook is sys.__excepthook__
+
+
+def _fails_in_its_forward() -> None:
+    class Wrong(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).view(7).mean()
+
+    graphaccel.optimize(Wrong(2, 2), devices=1)(torch.ones(4, 2))
+
+
+def test_the_scripts_own_error_has_no_frames_of_ours_above_its_forward(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    for full in ("", "full"):
+        monkeypatch.setenv("GRAPHACCEL_TRACEBACK", full)
+        with pytest.raises(RuntimeError, match="shape") as caught:
+            _fails_in_its_forward()
+        hooked()(RuntimeError, caught.value, caught.value.__traceback__)
+        said = capsys.readouterr().err
+        assert "x).view(7)" in said
+        assert "in _fails_in_its_forward" in said
+        assert ("optimized_model.py" in said) == (full == "full")
 
 
 class _Model:
