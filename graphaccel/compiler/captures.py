@@ -357,6 +357,7 @@ class Captures:
             {n: p.token for n, p in recorded.items()} | values,
             numbers=tuple(numbers),
             written=observed.written,
+            filled=observed.filled,
             tensors=_constants(step, recorded),
         )
         guards.watch_content(recorded)

@@ -6,7 +6,7 @@ A check compares the object at each place by identity, and its contents only whe
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_not
 from pathlib import Path
@@ -40,7 +40,8 @@ class Guards:
     find: walks the live model, name → place. recorded: name → token, as captured. numbers: names of
     places that are inputs of its graph, in their order. written: names of places that the forward
     itself writes. tensors: name of a tensor's place → name of the constant in its graph that holds
-    its values.
+    its values. filled: name of a place that the first forward fills for later ones → token before
+    and behind it.
     """
 
     def __init__(
@@ -50,10 +51,12 @@ class Guards:
         numbers: Sequence[str] = (),
         written: Collection[str] = (),
         tensors: Mapping[str, str] | None = None,
+        filled: Mapping[str, tuple[Any, Any]] | None = None,
     ) -> None:
-        self._find, self.numbers = find, tuple(numbers)
-        self._free = frozenset((*numbers, *written))
-        self.recorded = {n: t for n, t in recorded.items() if n not in self._free}
+        self._find, self.numbers, self._filled = find, tuple(numbers), dict(filled or {})
+        self._free = frozenset((*numbers, *written)) - self._filled.keys()
+        other = self._free | self._filled.keys()
+        self.recorded = {n: t for n, t in recorded.items() if n not in other}
         self.tensors = dict(tensors or {})
         self._contents: dict[str, torch.Tensor] = {}
         self._last: _Last | None = None
@@ -111,7 +114,13 @@ class Guards:
                 changes.append(Change(place, token_text(before), token_text(now)))
             elif place is not None and not self._same_content(place):
                 changes.append(Change(place, "a tensor", "a tensor with other values"))
-        return changes
+        return [*changes, *self._filled_otherwise(result)]
+
+    def _filled_otherwise(self, result: Mapping[str, Place]) -> Iterator[Change]:
+        for name, tokens in self._filled.items():
+            place = result.get(name, Place(name, {}, name, "dict", MISSING))
+            if not any(_equal(place.token, token) for token in tokens):
+                yield Change(place, token_text(tokens[-1]), token_text(place.token))
 
     def watch_content(self, result: Mapping[str, Place]) -> None:
         """Also compare the values of tensors that no constant of the graph holds."""

@@ -34,7 +34,7 @@ _NOTHING = object()
 Forward = Callable[[Ops], bool]
 
 
-class _Unusable:
+class Unusable:
     """An object that no code can use."""
 
     def _refuse(self, *_: Any) -> Any:
@@ -165,7 +165,7 @@ def put_at(model: nn.Module, path: Path, value: Any) -> None:
 
 def _survive(model: nn.Module, paths: Collection[Path], forward: Forward) -> bool:
     """Whether a forward runs with unusable objects at these paths, and replaces them all."""
-    before, unusable = entries_of(model), _Unusable()
+    before, unusable = entries_of(model), Unusable()
     if any(path not in before for path in paths):
         return False
     for path in paths:

@@ -76,13 +76,15 @@ class Observed:
     written: names of places that the forward writes itself, the same each time. left: where it
     leaves a new tensor, or another value, each time without reading it later: paths in the model,
     and places outside of it. calls: the operators of a forward, in order; None where it needs
-    values.
+    values. filled: of `written`, what the first forward leaves for later ones: name → token before
+    and behind it.
     """
 
     reads: Reads = field(repr=False)
     written: frozenset[str]
     left: tuple[Path | Place, ...] = ()
     calls: Calls | None = field(default=None, repr=False)
+    filled: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
 
 
 def observe(fresh: Callable[[], nn.Module], batch: Batch, loss_fn: LossFn, many: int) -> Observed:
@@ -200,10 +202,11 @@ def _observed(
     """entered: entries of containers and objects of the model that a forward has changed."""
     paths = rewritten(model, entered, forward)
     outside = left_outside(watch.places, forward) if watch.asked else []
+    filled = watch.filled(written, forward) if written else {}
     whole = fresh()
     kept = in_all_layers((*watch.left, *paths), model, whole)
     written |= {place.name for place in outside}
-    return Observed(reads, written, (*unread_of(whole, reads, kept), *outside))
+    return Observed(reads, written, (*unread_of(whole, reads, kept), *outside), filled=filled)
 
 
 def _refuse_left_outside(result: Mapping[str, Place], ops: Ops) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import nn
 from graphaccel.capture.batch import Batch
 from graphaccel.capture.state.carried import Ops, Path, kept_by, name_of
 from graphaccel.capture.state.closures import memory_of
+from graphaccel.capture.state.left import Forward, Unusable
 from graphaccel.compat.torch.tensors import version
 from graphaccel.errors import StateFrozen
 from graphaccel.errors.messages import Location
@@ -22,6 +23,7 @@ from graphaccel.guards.lines import call_as_written, location
 from graphaccel.guards.place import Place
 from graphaccel.guards.places import places
 from graphaccel.guards.reads import Reads, kind_of
+from graphaccel.guards.tokens import MISSING, SCALARS
 
 UNLIKELY = 0x5EED_0FF0
 """A seed that no model sets: if the forward seeds the generator, its state differs from this
@@ -179,6 +181,25 @@ class Passes:
             )
         return frozenset((*written, *gone))
 
+    def filled(self, written: Collection[str], forward: Forward) -> dict[str, tuple[Any, Any]]:
+        """Of what the first forward wrote, plain values that others read, and the containers that
+        it put them in: name → what was there before it, and behind it. A script may put another
+        value there. None beside a cache of tensors, which they describe."""
+        before, after = self._passes[0].places, self.places()
+        places = [after[name] for name in written if name in after]
+        if any(isinstance(p.value, torch.Tensor) for p in places):
+            return {}
+        tried = [p for p in places if isinstance(p.value, SCALARS) and p.how in ("dict", "item")]
+        names = self._passes[-1].ops.names
+        if not tried or not _reads(tried, forward, names):
+            return {}
+        read = [place.name for place in tried if _reads([place], forward, names)]
+        inside = [n for n in written if any(name.startswith(f"{n}[") for name in read)]
+        return {
+            name: (before[name].token if name in before else MISSING, after[name].token)
+            for name in (*read, *(n for n in inside if n in after))
+        }
+
     def _call(self) -> str:
         args, kwargs = self._batch.rebuild(self._batch.leaves)
         return call_as_written(_CALLER, args, kwargs)
@@ -223,6 +244,19 @@ class Passes:
     def _versions(self) -> dict[str, int]:
         named = (*self._model.named_parameters(), *self._model.named_buffers())
         return {name: version(tensor) for name, tensor in named}
+
+
+def _reads(tried: Sequence[Place], forward: Forward, names: Sequence[str]) -> bool:
+    """Whether a forward is another one with unusable objects at these places. names: of the
+    operators that it runs."""
+    ops = Ops()
+    for place in tried:
+        place.put(Unusable())
+    try:
+        return not forward(ops) or ops.names != names
+    finally:
+        for place in tried:
+            place.put(place.value)
 
 
 def _states(result: Mapping[str, Place]) -> tuple[Any, ...]:
