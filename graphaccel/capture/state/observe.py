@@ -177,7 +177,10 @@ def _refuse_drawn(watch: Passes, forward: Callable[[Ops], bool], kind: type, rea
 
 
 def _registered(model: nn.Module) -> set[str]:
-    return {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    """Names of parameters, and of buffers, also of those that are None until a forward makes
+    them."""
+    buffers = {f"{n}.{k}" if n else k for n, m in model.named_modules() for k in m._buffers}
+    return buffers.union(name for name, _ in model.named_parameters())
 
 
 def _refuse_new(names: set[str]) -> None:
