@@ -14,11 +14,14 @@ from graphaccel.ir.values import tensors_of
 from graphaccel.sharding.apply.shard_axis import local_sizes
 from graphaccel.sharding.rules.batch_placement import PARTIAL
 from graphaccel.sharding.rules.notation import output_shapes, shape_of, tensor_arguments
+from graphaccel.sharding.rules.ops.factories import UNIFORM
 from graphaccel.sharding.rules.prove import call_node
 from graphaccel.sharding.rules.shard import Row, Shard
 from graphaccel.sharding.rules.strategies import rows_of
 from tests.support.ops.calls import Draw
 from tests.support.ops.cases import CASES
+
+aten = torch.ops.aten
 
 
 class Seeded(Draw):
@@ -83,3 +86,39 @@ def test_local_calls(target: Any) -> None:
                 else:
                     expected = [part(wanted, place, rank) for rank in (0, 1)]
                     torch.testing.assert_close(got, expected, equal_nan=True)
+
+
+_GIVEN = torch.zeros(2, 3)
+FACTORIES: dict[Any, tuple[Any, ...]] = {
+    aten.empty.memory_format: ([4, 6],),
+    aten.zeros.default: ([4, 6],),
+    aten.ones.default: ([4, 6],),
+    aten.full.default: ([4, 6], 2.0),
+    aten._efficientzerotensor.default: ([4, 6],),
+    aten.new_empty.default: (_GIVEN, [4, 6]),
+    aten.new_zeros.default: (_GIVEN, [4, 6]),
+    aten.new_ones.default: (_GIVEN, [4, 6]),
+    aten.new_full.default: (_GIVEN, [4, 6], 2.0),
+    aten.new_empty_strided.default: (_GIVEN, [4, 6], [1, 4]),
+}
+
+
+def _has_sizes(target: Any) -> bool:
+    return any(argument.name == "size" for argument in target._schema.arguments)
+
+
+def test_every_factory_of_given_sizes_is_here() -> None:
+    drawn = torch.Tag.nondeterministic_seeded  # those are not split
+    assert set(FACTORIES) == {t for t in UNIFORM if _has_sizes(t) and drawn not in t.tags}
+
+
+@pytest.mark.parametrize("target", FACTORIES, ids=str)
+def test_factories_have_the_sizes_of_one_rank(target: Any) -> None:
+    node = call_node(target, FACTORIES[target], {})
+    rows = list(sharded_rows(node))
+    assert {row.outputs[0] for row in rows} == {Shard(0), Shard(1)}
+    for row in rows:
+        (made,) = run(node, row, 0)
+        whole = node.meta["val"]
+        assert made.shape == part(whole, row.outputs[0], 0).shape
+        assert (made.stride(0) < made.stride(1)) == (whole.stride(0) < whole.stride(1))

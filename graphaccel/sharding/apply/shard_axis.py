@@ -57,6 +57,7 @@ _SIZES_SECOND = (
     aten.new_ones.default,
     aten.new_full.default,
     aten.new_empty.default,
+    aten.new_empty_strided.default,
     aten.select_backward.default,
     aten.diagonal_backward.default,
     aten.unfold_backward.default,
@@ -316,6 +317,8 @@ def local_sizes(node: fx.Node, row: Row, args: tuple, ranks: int) -> tuple:
     ]
     if target in _VIEWS or target in _SIZES_SECOND:
         changed[1] = sizes[0]
+        if target is aten.new_empty_strided.default:
+            changed[2] = _strides(sizes[0], changed[2])
     elif target in _SIZES_FIRST:
         changed[0] = sizes[0]
     elif target in (aten.slice.Tensor, aten.slice_backward.default):
@@ -336,6 +339,15 @@ def local_sizes(node: fx.Node, row: Row, args: tuple, ranks: int) -> tuple:
     elif "upsample" in str(target) and "backward" in str(target):
         changed[2] = sizes[0]
     return tuple(changed)
+
+
+def _strides(sizes: Sequence[int], whole: Sequence[int]) -> list[int]:
+    """Strides without gaps, in the order of those of the whole tensor."""
+    results, step = [0] * len(sizes), 1
+    for dim in sorted(range(len(sizes)), key=lambda dim: (whole[dim], -dim)):
+        results[dim] = step
+        step *= max(sizes[dim], 1)
+    return results
 
 
 def _local_size(place: Shard, shape: Sequence[int], ranks: int) -> list[int]:
