@@ -33,11 +33,13 @@ class BareDispatchMode(TorchDispatchMode):
 
 def changing_modes() -> list[str]:
     """Classes of the modes of functions that are active, in which a forward may compute something
-    else. Torch's own choose a device (`torch.device`) and leave values alone."""
+    else. Torch's own choose a device (`torch.device`) and leave values alone; this package's are
+    there in captures, too."""
     if not torch._C._len_torch_function_stack():
         return []
     kinds = [type(mode) for mode in _get_current_function_mode_stack()]
-    return [kind.__name__ for kind in kinds if not kind.__module__.startswith("torch.")]
+    known = ("torch.", "graphaccel.")
+    return [kind.__name__ for kind in kinds if not kind.__module__.startswith(known)]
 
 
 @contextmanager
