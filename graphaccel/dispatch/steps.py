@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from graphaccel.compiler.ignored_rows import Completed, check_last, completed
 from graphaccel.compiler.input_checks import check_indices, check_positions, shape_changed
 from graphaccel.dispatch.comparisons import whole_pair
 from graphaccel.dispatch.compiled import compiled_evaluation, compiled_training
+from graphaccel.dispatch.eager_errors import eager_errors
 from graphaccel.dispatch.run import Prepared, Run, dtypes_of
 from graphaccel.dispatch.together import capture_together
 from graphaccel.dispatch.variants import Variant, Variants
@@ -86,11 +88,9 @@ class Steps:
         run, prepared = self._run, self._prepared
         other = _other_inputs(batch, prepared.dtypes)
         planned = prepared.planned
-        try:
+        with self._own_errors(batch, other):
             capture_together(run, batch)
             captured, sizes = run.compiler.capture(batch)
-        except CaptureRefused as error:
-            raise other or shape_changed(planned.step, batch) or error from error
         if other is not None and captured.has_loss != planned.step.has_loss:
             raise other
         check_indices(captured, batch)
@@ -101,6 +101,21 @@ class Steps:
         plan = self._bounded(planned.plan)
         compiled = compiled_training(step, program, plan, self._returned(step, batch))
         return self._add(key, batch, step, compiled)
+
+    @contextmanager
+    def _own_errors(self, batch: Batch, other: BatchChanged | None) -> Iterator[None]:
+        """Where a capture in this context is refused: raises `other`, if given, or how the batch's
+        shapes changed, or what the forward raises in eager mode."""
+        run, prepared = self._run, self._prepared
+        own = eager_errors(run.model, run.compiler.model.loss_fn, batch)
+        with own if prepared.whole else nullcontext():
+            try:
+                yield
+            except CaptureRefused as error:
+                changed = other or shape_changed(prepared.planned.step, batch)
+                if changed is None:
+                    raise
+                raise changed from error
 
     def _follow_trained(self, batch: Batch, step: StepGraph, program: StepProgram) -> None:
         """Lay out gradients and optimizer state of parameters that no step before trained, predict
@@ -130,15 +145,10 @@ class Steps:
             return known
         run, planned = self._run, self._prepared.planned
         stored = self._prepared.stored
-        try:
+        with self._own_errors(batch, None):
             step, program = run.compiler.compile_evaluation(
                 batch, planned, stored, training=training
             )
-        except CaptureRefused as error:
-            changed = shape_changed(planned.step, batch)
-            if changed is None:
-                raise
-            raise changed from error
         check_indices(step, batch)
         run.gate.later(step, None, whole=False)
         plan = self._bounded(planned.plan)
