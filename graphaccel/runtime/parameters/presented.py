@@ -88,7 +88,7 @@ class DTensorPart(_Part, Readable, DTensor):
         place = self.place
         if isinstance(value, ShardTensor):
             return shard_part(value.local, value.sharding, place.meshes, place.of_optimizer)
-        return _dtensor(value, None, place) if value.shape == self.shape else value
+        return _dtensor(value, None, place)
 
     @classmethod
     def __torch_function__(
@@ -96,18 +96,22 @@ class DTensorPart(_Part, Readable, DTensor):
     ) -> Any:
         """Operators on the sources; beside DTensors of others, those of DTensors."""
         kwargs = kwargs or {}
-        if isinstance(args[0], DTensorPart) and func == _SHAPE:
+        if func == _SHAPE:
             _check_not_loaded(args[0])
         if any(issubclass(t, DTensor) and not issubclass(t, DTensorPart) for t in types):
             return no_torch_function(func, types, args, kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         parts = {id(leaf.source): leaf for leaf in leaves if isinstance(leaf, DTensorPart)}
-        first = next(iter(parts.values()))
         sources = [leaf.source if isinstance(leaf, DTensorPart) else leaf for leaf in leaves]
         given, named = pytree.tree_unflatten(sources, spec)
 
         def presented(value: Any) -> Any:  # a part itself, where it was written in place
-            return parts[id(value)] if id(value) in parts else first._like(value)
+            if id(value) in parts:
+                return parts[id(value)]
+            alike = (p for p in parts.values() if isinstance(value, type(p.source)))
+            fits = (p for p in alike if value.shape == p.shape or isinstance(value, ShardTensor))
+            part = next(fits, None)  # of the same kind: what another stage has is empty here
+            return value if part is None else part._like(value)
 
         kinds = (ShardTensor, RemoteTensor)
         return pytree.tree_map_only(kinds, presented, func(*given, **named))

@@ -8,7 +8,7 @@ op that reads them, and what is written into one is written into the shard. All 
 script, so all of them gather.
 
 Not a DTensor: a parameter has to become one in place, or optimizers and schedulers would lose it,
-and torch cannot swap a tensor with one that has slots. `state.as_dtensor` gives a DTensor of the
+and torch cannot swap a tensor with one that has slots. `presented.py` gives a DTensor of the
 same memory, for checkpoints.
 """
 

@@ -73,7 +73,8 @@ def _lists(model: nn.Module, other: Net, mean: State) -> None:
 
 def _soft(model: nn.Module, other: Net, mean: State) -> None:
     new, old = model.state_dict(), other.state_dict()
-    other.load_state_dict({name: 0.1 * new[name] + 0.9 * old[name] for name in new})
+    given = {name: {"input": 0.1 * new[name], "other": 0.9 * old[name]} for name in new}
+    other.load_state_dict({name: torch.add(**named) for name, named in given.items()})
 
 
 def _pulled(model: nn.Module, other: Net, mean: State) -> None:
