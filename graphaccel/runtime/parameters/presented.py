@@ -108,9 +108,11 @@ class DTensorPart(_Part, Readable, DTensor):
         def presented(value: Any) -> Any:  # a part itself, where it was written in place
             if id(value) in parts:
                 return parts[id(value)]
-            alike = (p for p in parts.values() if isinstance(value, type(p.source)))
-            fits = (p for p in alike if value.shape == p.shape or isinstance(value, ShardTensor))
-            part = next(fits, None)  # of the same kind: what another stage has is empty here
+            same_kind = (p for p in parts.values() if isinstance(value, type(p.source)))
+            usable = (
+                p for p in same_kind if value.shape == p.shape or isinstance(value, ShardTensor)
+            )
+            part = next(usable, None)  # of the same kind: what another stage has is empty here
             return value if part is None else part._like(value)
 
         kinds = (ShardTensor, RemoteTensor)
